@@ -15,7 +15,6 @@ from typing import Any
 from experiments import gpt_oss, open_models
 from moelib.core.table import Table, print_table
 from moelib.parallel.mesh import mesh_shape_from_axes
-from moelib.planning.compiled.cache import DEFAULT_DIR
 from moelib.planning.compiled.in_subprocess import CompileOptions
 from moelib.planning.plan import plan
 from moelib.planning.report.figures import Column, figures, read_columns
@@ -96,10 +95,9 @@ def _async_row(
 def main() -> None:
     """Compiles every job and prints its table."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # No accelerator is used.
-    options = CompileOptions(cache_dir=os.path.expanduser(DEFAULT_DIR))
     for job in jobs():
         found = plan(job.trainer_config, _TOPOLOGY, current_mesh=True, name=job.name)
-        (step,) = found.compile_best(1, options, show_progress=True)
+        (step,) = found.compile_best(1, CompileOptions(), show_progress=True)
         if step.report is None:
             raise SystemExit(f"{job.name}: {step.outcome.failure}")
         path = _EXPERIMENTS / f"{job.maxtext}_maxtext.json"

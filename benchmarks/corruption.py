@@ -247,7 +247,7 @@ def export(folder: str) -> Subject:
     """Exports a small model for transformers, in several files of tensors, with a tokenizer."""
     import jax
 
-    from moelib.data.tokenizer import END_OF_TEXT, train_bpe
+    from moelib.data.tokenizer import train_bpe
     from moelib.models.huggingface.families import read_model
     from moelib.train.pretrained import save_pretrained
 
@@ -260,8 +260,7 @@ def export(folder: str) -> Subject:
         os.path.join(folder, "model"),
         cfg,
         model.initialize_parameters_recursively(jax.random.key(0)),
-        tokenizer_json=tokenizer.to_json(),
-        eos_token=END_OF_TEXT,
+        tokenizer=tokenizer,
         more_settings={"max_position_embeddings": 64},
         generation={"eos_token_id": [256, 7]},
         max_file_bytes=1 << 14,

@@ -4,21 +4,20 @@ Sources: cloud.google.com/tpu/docs/queued-resources, and the flags of `gcloud co
 queued-resources create` in the reference of the Google Cloud CLI.
 """
 
+import functools
+import os
 import posixpath
 import shlex
 from collections.abc import Mapping, Sequence
 
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.errors import UserError
+from moelib.core.table import print_table
 
+from .bundle import Bundle, bundle
 from .job import LABEL, Job, check_form
 
-_SCRIPT, _BUNDLE = "startup.sh", "bundle.tar.gz"
-# Of the current folder; what the image of a Kubernetes job leaves out, too.
-_EXCLUDED = (
-    *("./runs", "./jobs", "./tmp", ".git", ".venv", "venv", "__pycache__"),
-    *(".env", "*.pem", "*.key"),
-)
+_SCRIPT, _BUNDLE, _LIST = "startup.sh", "bundle.tar.gz", "bundle.txt"
 _FORMS = {
     "name": (rf"(?=[a-z]){LABEL}", "at most 63 characters of a-z, 0-9 and -, first a letter"),
     "zone": ("[a-z]+-[a-z]+[0-9]+-[a-z]", "a zone such as us-east5-b"),
@@ -84,7 +83,7 @@ class TpuVmJob(Job):
             )
 
     def files(self) -> Mapping[str, str]:
-        """Returns the startup script, which each host runs as root at each boot."""
+        """Returns the list of files to send, and the script that hosts run as root at each boot."""
         cfg = self.config
         url = shlex.quote(self._url())
         script = [
@@ -131,14 +130,27 @@ class TpuVmJob(Job):
             "done",
             "exit $status",
         ]
-        return {_SCRIPT: "\n".join(script) + "\n"}
+        sent = "".join(f"./{path}\n" for path in self._bundle.files)
+        return {_LIST: sent, _SCRIPT: "\n".join(script) + "\n"}
+
+    @functools.cached_property
+    def _bundle(self) -> Bundle:
+        package = self.config.package.partition("[")[0]
+        if package.startswith("./") and not os.path.isfile(package):
+            raise UserError(f"package={self.config.package!r}: no such file; build the wheel.")
+        return bundle(self.config.folder, [package] if package.startswith("./") else [])
+
+    def launch(self) -> int:
+        """Prints what is sent, and launches the job."""
+        print_table(self._bundle.table(self._url()))
+        return super().launch()
 
     def _url(self) -> str:
         return f"{self.config.bucket.rstrip('/')}/{self.config.name}/{_BUNDLE}"
 
     def commands(self) -> Sequence[Sequence[str]]:
-        """Returns the commands that bundle and upload the current folder, and request the TPUs."""
-        cfg, bundle = self.config, self.path(_BUNDLE)
+        """Returns the commands that bundle and upload the files, and request the TPUs."""
+        cfg, archive = self.config, self.path(_BUNDLE)
         nodes = {"node-id": cfg.name}
         if cfg.num_slices > 1:
             nodes = {"node-count": str(cfg.num_slices), "node-prefix": cfg.name}
@@ -159,7 +171,7 @@ class TpuVmJob(Job):
         flags = [f"--{name}={value}" for name, value in options.items() if value is not None]
         flags += [f"--{name}" for name in ("spot", "reserved") if getattr(cfg, name)]
         return [
-            ["tar", *(f"--exclude={name}" for name in _EXCLUDED), "-czf", bundle, "."],
-            ["gcloud", "storage", "cp", bundle, self._url()],
+            ["tar", "-czf", archive, "-T", self.path(_LIST)],
+            ["gcloud", "storage", "cp", archive, self._url()],
             ["gcloud", "compute", "tpus", "queued-resources", "create", cfg.name, *flags],
         ]

@@ -17,6 +17,7 @@ from typing import Any
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.errors import UserError
 
+from .bundle import check_image_context
 from .job import LABEL, Job, check_form, is_below
 
 _MANIFEST = "jobset.json"
@@ -29,7 +30,7 @@ _DOCKERFILE = pathlib.Path(__file__).parent / "docker/Dockerfile"
 _SUBDOMAIN = rf"(?=.{{1,253}}$){LABEL}(\.{LABEL})*"
 _QUANTITY = r"[0-9]+(\.[0-9]+)?(m|k|[MGTPE]|[KMGTPE]i)?"
 _FORMS = {
-    "image": (r"\S+", "an image such as europe-docker.pkg.dev/project/images/moelib:1"),
+    "image": (r"[^\s-]\S*", "an image such as europe-docker.pkg.dev/project/images/moelib:1"),
     "namespace": (LABEL, "the name of a namespace"),
     "queue": (_SUBDOMAIN, "the name of a local queue of Kueue"),
     "service_account": (_SUBDOMAIN, "the name of a service account"),
@@ -285,7 +286,10 @@ class KubernetesJob(Job):
     def commands(self) -> Sequence[Sequence[str]]:
         """Returns the command that creates the JobSet, after those of its image if it is built."""
         apply = ["kubectl", "apply", "-f", self.path(_MANIFEST)]
-        return [*(self._image_commands() if self.config.build else ()), apply]
+        if not self.config.build:
+            return [apply]
+        check_image_context()
+        return [*self._image_commands(), apply]
 
     def _image_commands(self) -> Sequence[Sequence[str]]:
         cfg = self.config

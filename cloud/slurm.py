@@ -1,7 +1,6 @@
 """A job of SLURM, submitted with sbatch, which is queued again after preemptions and failures."""
 
 import os
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 
@@ -11,6 +10,9 @@ from moelib.core.errors import UserError
 from .job import LOST, Job, check_form
 
 _SCRIPT = "job.sbatch"
+# sbatch reads a line of options up to a # outside of quotes, and refuses an unclosed quote.
+_WORD = r"""[^\s"'\\#]+"""
+_OPTION = r"""-([^\r\n"'\\#]|"[^\r\n"\\]*"|'[^\r\n'\\]*')+"""
 _TIME = "[0-9]+(:[0-9]{2}){0,2}|[0-9]+-[0-9]+(:[0-9]{2}){0,2}|UNLIMITED"
 # srun has one status for all processes, and those that it ends have 143. This runs one, and writes
 # the status of the first that ended by itself. At SIGTERM, bash waits for the process.
@@ -48,12 +50,10 @@ class SlurmJob(Job):
                 f"processes_per_node={cfg.processes_per_node}; set one that is."
             )
         for option in cfg.options:
-            if not option.startswith("-"):
-                raise UserError(f"options={option!r}: write an option of sbatch, such as --nice.")
+            check_form("options", option, _OPTION, "one option of sbatch, such as --nice")
         check_form("time_limit", cfg.time_limit, _TIME, "MINUTES, HH:MM:SS or D-HH:MM:SS")
         for field in ("name", "partition", "account", "qos", "memory"):
-            if re.search(r"\s", getattr(cfg, field) or ""):
-                raise UserError(f"{field}={getattr(cfg, field)!r}: remove the spaces.")
+            check_form(field, getattr(cfg, field), _WORD, "a text without spaces, quotes, \\ and #")
         check_form("folder", self._path("x"), r'[^\n"\\]*', 'a path without " and \\')
 
     def _path(self, name: str, percent: str = "%%") -> str:

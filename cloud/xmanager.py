@@ -52,7 +52,7 @@ class XManagerJob(Job):
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
-        check_form("image", cfg.image, r"\S+", "an image such as registry.example/small:1")
+        check_form("image", cfg.image, r"[^\s-]\S*", "an image such as registry.example/small:1")
         for field, known in (("num_processes", 1), ("max_restarts", 0), ("program", ())):
             if (value := getattr(cfg, field)) != known:
                 raise UserError(

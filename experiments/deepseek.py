@@ -87,7 +87,7 @@ SIZES: dict[str, Mapping[str, Any]] = {
 # With the module that predicts a second token, which the published 671 B parameters exclude.
 SIZES["deepseek-v3-mtp"] = {**SIZES["deepseek-v3"], "num_nextn_predict_layers": 1}
 
-_V3 = Recipe(expert=32, balance=(1e-4, BalanceScope.SEQUENCE))
+_V3 = Recipe(expert=32, balance=(1e-4, BalanceScope.SEQUENCE), bias_rate=1e-3)
 RECIPES = {
     "deepseek-v2-lite": Recipe(expert=8, balance=(3e-3, BalanceScope.SEQUENCE)),
     "deepseek-v2": Recipe(expert=16, balance=(3e-3, BalanceScope.SEQUENCE)),

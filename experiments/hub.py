@@ -27,23 +27,23 @@ class Recipe(NamedTuple):
     Attributes:
         expert: Size of the mesh axis that splits the experts.
         balance: Weight and scope of the load-balance loss; None for no loss.
+        bias_rate: Rate of the balancing bias, for models that have one.
         job: Fields of `Job` other than those of the standard job.
     """
 
     expert: int = 1
     balance: tuple[float, BalanceScope] | None = None
+    bias_rate: float = 0.0
     job: Mapping[str, Any] = {}
 
 
-def model(
-    settings: Mapping[str, Any], name: str, balance: tuple[float, BalanceScope] | None = None
-) -> CausalLM.Config:
+def model(settings: Mapping[str, Any], name: str, recipe: Recipe) -> CausalLM.Config:
     """Returns the config of a model to train: N(0, 0.02) weights, and blocks rematerialized.
 
     Args:
         settings: Settings of config.json.
         name: Name of the model, for errors.
-        balance: Weight and scope of the load-balance loss; None for no loss.
+        recipe: Its balance of experts.
     """
     _, cfg = read_model(settings, name, multi_token_prediction=True)
     cfg.param_init = config_for_function(normal).set(std=0.02)
@@ -52,11 +52,15 @@ def model(
     if cfg.multi_token_prediction is not None:
         cfg.multi_token_prediction.module.remat = config_for_function(remat)
         layers.append(cfg.multi_token_prediction.module.layer)
-    if balance is not None:
-        loss = LoadBalanceLoss.default_config().set(weight=balance[0], scope=balance[1])
-        for layer in layers:
-            if not isinstance(layer.feed_forward, FeedForward.Config):
-                layer.feed_forward.load_balance_loss = loss.clone()
+    for moe in (layer.feed_forward for layer in layers):
+        if isinstance(moe, FeedForward.Config):
+            continue
+        if recipe.balance is not None:
+            weight, scope = recipe.balance
+            loss = LoadBalanceLoss.default_config().set(weight=weight, scope=scope)
+            moe.load_balance_loss = loss
+        if moe.router.bias_balancing is not None:
+            moe.router.bias_balancing.rate = recipe.bias_rate
     return cfg
 
 
@@ -64,7 +68,7 @@ def _trainer(settings: Mapping[str, Any], name: str, recipe: Recipe) -> SpmdTrai
     standard = {"seq_len": 4096, "batch_size": 512}
     meshes = {CHIPS: {"fsdp": -1, "expert": recipe.expert}}
     job = Job(**{**standard, **recipe.job}, meshes=meshes)
-    return trainer(model(settings, name, recipe.balance), job)
+    return trainer(model(settings, name, recipe), job)
 
 
 def named_trainers(

@@ -13,7 +13,7 @@ import pytest
 
 from moelib.core import memory_maps
 
-_CLEAR_MAPS, _MAX_MAPS = 20_000, 30_000
+_CLEAR_MAPS, _MAX_MAPS = 12_000, 30_000
 _MAX_MEMORY = 3 << 30  # Bytes.
 
 

@@ -50,7 +50,7 @@ def _end_of_file(limits: Limits) -> None:
 def test_many_maps_free_the_programs_and_too_many_name_the_file(monkeypatch):
     cleared, limits = [], Limits(types.SimpleNamespace())
     monkeypatch.setattr(jax, "clear_caches", lambda: cleared.append(True))
-    for maps in (19_999, 20_001):
+    for maps in (12_000, 12_001):
         monkeypatch.setattr(memory_maps, "count", lambda maps=maps: maps)
         _end_of_file(limits)
     assert len(cleared) == 1

@@ -114,10 +114,9 @@ def make_base(folder, *, max_step, **settings):
     export(folder, model, result.params, tokenizer)
 
 
-def export(folder, model, params, tokenizer):
-    """Writes a model for transformers."""
-    text, eos_token = tokenizer.to_json(), tokenizer.config.eos_token
-    save_pretrained(folder, model, params, tokenizer_json=text, eos_token=eos_token)
+def export(folder, model, params, tokenizer, base=None):
+    """Writes a model for transformers, with the other files of the folder of its base."""
+    save_pretrained(folder, model, params, tokenizer=tokenizer, files_of=base)
 
 
 def run(trainer_dir, *, base=None, base_steps=400, max_step=200, mesh="data=-1"):
@@ -140,7 +139,7 @@ def run(trainer_dir, *, base=None, base_steps=400, max_step=200, mesh="data=-1")
         mesh=mesh,
     )
     after = moelib.evaluate(task, test, trainer_dir=trainer_dir, mesh=mesh)
-    export(os.path.join(trainer_dir, "fine-tuned"), cfg, result.params, tokenizer)
+    export(os.path.join(trainer_dir, "fine-tuned"), cfg, result.params, tokenizer, base)
     return {"before": before["bits_per_token"], "after": after["bits_per_token"]}
 
 

@@ -5,6 +5,7 @@ python -m experiments.tasks.lora --trainer_dir=runs/lora --base=FOLDER
 The text and the model are those of `causal_lm`. Source: Hu et al., arXiv:2106.09685.
 """
 
+import logging
 import os
 
 import jax
@@ -22,15 +23,47 @@ from moelib.train.loading import load_model
 from . import causal_lm
 from .command import run_as_command
 
+logger = logging.getLogger(__name__)
+
 RANK, ALPHA = 4, 8.0
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", *FEED_FORWARD)
+
+
+def target(name):
+    """Returns the module of a tensor, such as q_proj of layers.0.self_attn.q_proj.weight."""
+    return name.split(".")[-2]
 
 
 def adapted(model):
-    """Returns the mappings from the adapted matrices, as transformers names them, to parameters."""
+    """Returns the mappings from the adapted matrices, as transformers names them, to parameters.
+
+    In a model with experts, which transformers fuses, PEFT 0.21 reads the targets gate_proj,
+    up_proj and down_proj as those of the experts alone; in Qwen2-MoE, as those of dense layers and
+    shared experts alone. The others stay as they are.
+    """
     family, _ = settings_of(model.config)
-    found = tensor_mappings(family, model)
-    return [mapping for mapping in found if mapping.tensor.split(".")[-2] in TARGETS]
+    found = [
+        mapping
+        for mapping in tensor_mappings(family, model)
+        if mapping.tensor.endswith(".weight") and target(mapping.tensor) in TARGETS
+    ]
+    if not any(".experts." in mapping.tensor for mapping in found):
+        return found
+    of_experts = family.model_type != "qwen2_moe"
+    held = [
+        mapping
+        for mapping in found
+        if target(mapping.tensor) not in FEED_FORWARD
+        or (".experts." in mapping.tensor) == of_experts
+    ]
+    if len(held) < len(found):
+        logger.warning(
+            "%d matrices of %s are not adapted: PEFT holds no change of them.",
+            len(found) - len(held),
+            "dense layers and shared experts" if of_experts else "experts",
+        )
+    return held
 
 
 def make_adapter(key, mappings, shapes):
@@ -84,7 +117,7 @@ def save_adapter(folder, adapter, base_folder):
         "base_model_name_or_path": os.path.abspath(base_folder),
         "r": RANK,
         "lora_alpha": ALPHA,
-        "target_modules": list(TARGETS),
+        "target_modules": sorted({target(name) for name in adapter}),
     }
     write_json(os.path.join(folder, "adapter_config.json"), settings)
 
@@ -103,7 +136,7 @@ def run(trainer_dir, *, base=None, base_steps=400, max_step=200, mesh="data=-1")
     save_adapter(os.path.join(trainer_dir, "adapter"), result.params["adapter"], base)
     folder = os.path.join(trainer_dir, "merged")
     whole = merged(result.params, adapted(loaded.model))
-    causal_lm.export(folder, loaded.model.config, whole, loaded.tokenizer)
+    causal_lm.export(folder, loaded.model.config, whole, loaded.tokenizer, base)
 
     plain = causal_lm.task_of(loaded.model.config, loaded.tokenizer)
     models = {

@@ -108,14 +108,15 @@ class ResidualRouter(BaseLayer):
     def _report(self, probs: Array, ids: Array, mask: Array) -> None:
         """Adds the balance loss (eq. 7) and the share of assignments that cost nothing."""
         cfg = self.config
-        tokens = jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
+        num_tokens = jnp.sum(mask, dtype=jnp.float32)
+        tokens = jnp.maximum(num_tokens, 1.0)
         shares = jnp.sum(expert_counts(ids, mask, self._num), 0) / tokens  # [N]
         means = jnp.sum(jnp.where(mask[..., None], probs, 0.0), (0, 1)) / tokens
         free = jnp.arange(self._num) >= cfg.num_experts
         loss = jnp.sum(jnp.where(free, cfg.zero_computation_weight, 1.0) * shares * means)
-        self.add_aux_loss("balance_loss", loss, weight=cfg.loss_weight)
+        self.add_aux_loss("balance_loss", loss, weight=cfg.loss_weight, num_tokens=num_tokens)
         share = jnp.sum(jnp.where(free, shares, 0.0)) / cfg.num_experts_per_token
-        self.add_summary("zero_computation_share", weighted(share, tokens))
+        self.add_summary("zero_computation_share", weighted(share, num_tokens))
 
 
 class UseMoEPlusPlus(ConfigModifier):

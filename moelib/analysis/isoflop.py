@@ -13,7 +13,7 @@ import numpy.typing as npt
 from moelib.core.errors import UserError
 
 MIN_RUNS = 4  # Points of a fit: with fewer, a parabola has no residuals.
-_SAME_BUDGET = 1.25  # Neighboring runs with a larger ratio of FLOPs are of different budgets.
+_SAME_BUDGET = 1.25  # Largest ratio of the FLOPs of neighboring runs of a budget, and of all.
 
 Floats = npt.NDArray[np.float64]
 Interval = tuple[float, float]  # From the 2.5th to the 97.5th percentile of the bootstrap.
@@ -117,8 +117,9 @@ def fit_isoflop(
 ) -> IsoFlopFit:
     """Returns the parabolas and the power law N_opt ~ C^a, with a bootstrap interval of a.
 
-    A minimum outside of the sizes of its budget is not used. The bootstrap adds residuals to the
-    parabolas, drawn from those of all budgets; it refits parabolas and law.
+    A minimum outside of the sizes of its budget is not used, nor are budgets too close to tell
+    apart. The bootstrap adds residuals to the parabolas, drawn from those of all budgets; it refits
+    parabolas and law.
 
     Args:
         flops: FLOPs of each run.
@@ -169,6 +170,9 @@ def _parabola(flops: Floats, parameters: Floats, losses: Floats) -> Parabola:
     unused = Parabola(
         budget=budget, num_runs=len(flops), coefficients=None, parameters=None, loss=None
     )
+    if (span := flops.max() / flops.min()) > _SAME_BUDGET:
+        text = f"its FLOPs span a factor of {span:.3g}; set budgets over {_SAME_BUDGET} apart"
+        return dataclasses.replace(unused, problem=text)
     if len(set(parameters.tolist())) < MIN_RUNS:
         text = f"{len(set(parameters.tolist()))} sizes; a parabola requires {MIN_RUNS}"
         return dataclasses.replace(unused, problem=text)

@@ -6,8 +6,9 @@ Letters: B sequences, S sequence length, K experts per token, E experts, n devic
 experts.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,13 +26,17 @@ def within_capacity(ids: Ids, num_experts: int, factor: float | None) -> npt.NDA
     Args:
         ids: Expert ids [B, S, K], E for no expert.
         num_experts: E.
-        factor: Capacity of an expert per sequence, as a multiple of S K / E; None keeps all.
+        factor: Capacity of an expert per sequence, as a multiple of the balanced load; None keeps
+            all.
     """
-    from moelib.layers.moe.dispatch import capacity_for
+    from moelib.layers.moe.dispatch import sequence_capacity
 
-    num_rows, seq_len, top_k = ids.shape
-    capacity = capacity_for(factor, seq_len * top_k / num_experts, seq_len)
-    flat = ids.reshape(num_rows, -1)
+    if factor is None:
+        return ids < num_experts
+    flat = ids.reshape(len(ids), -1)
+    num_tokens = np.sum(np.any(ids < num_experts, -1), 1, dtype=np.float32)
+    per_token = factor * ids.shape[-1] / num_experts
+    capacity = np.asarray(sequence_capacity(per_token, num_tokens))[:, None]
     order = np.argsort(flat, 1, kind="stable")  # By expert, then in the order of tokens.
     ordered = np.take_along_axis(flat, order, 1)
     index = np.arange(flat.shape[1])
@@ -81,6 +86,31 @@ def rows_sent(ids: Ids, devices: Devices, *, outer: int = 1, inner: int = 1) -> 
     return parts.sum((0, 2))
 
 
+def parts_around(mesh: Mapping[str, int], num_devices: int) -> tuple[int, int]:
+    """Returns the parts of a batch over mesh axes (before, after) `expert`, for `rows_sent`.
+
+    With another number of devices on `expert` than in the mesh, the other axes get the remaining
+    devices, the axes after `expert` first; where it does not divide the devices, it is alone.
+
+    Args:
+        mesh: Sizes of the mesh axes that split the batch, outermost first.
+        num_devices: Devices on `expert`.
+    """
+    rest, remainder = divmod(math.prod(mesh.values()), num_devices)
+    if remainder:
+        return 1, 1
+    inner = itertools.dropwhile(lambda axis: axis != "expert", mesh)
+    after = math.gcd(rest, math.prod(mesh[axis] for axis in inner if axis != "expert"))
+    return rest // after, after
+
+
+def _origins(ids: Ids, num_experts: int, num_devices: int, outer: int) -> Counts:
+    """Returns the assignments of each expert [E] by the device that the token is on [E, n]."""
+    senders = ids.reshape(outer, num_devices, -1).swapaxes(0, 1)
+    counts = [np.bincount(x.reshape(-1), minlength=num_experts)[:num_experts] for x in senders]
+    return np.stack(counts, 1)
+
+
 def capacity_rows(log: RoutingLog, layer: str, factor: float, num_devices: int) -> int:
     """Returns the rows per batch that a `CapacityDispatcher` sends to other devices, each way.
 
@@ -108,25 +138,30 @@ def remote(rows: Counts) -> int:
 # -- Placements ----------------------------------------------------------------------------------
 
 
-def propose_placement(together: Counts, num_devices: int) -> Devices:
+def propose_placement(together: Counts, origins: Counts) -> Devices:
     """Returns a device for each expert [E], equally many per device.
 
-    Experts that tokens visit together share devices. The busiest device has at most the load that
-    it has in the trainer's placement. Swaps of two experts improve that placement and a greedy one,
+    Experts that tokens visit together share devices, those where most of their tokens are. The
+    busiest device has at most the load that it has in the trainer's placement. Swaps of two experts
+    improve that placement and a greedy one, whose groups of experts are first assigned to devices,
     and the better result is returned; the least traffic is not guaranteed.
 
     Args:
         together: `routing_counts.coactivation` of the tokens [E, E].
-        num_devices: n, which divides E.
+        origins: Assignments of each expert by the device that the token is on [E, n].
     """
-    load = np.diagonal(together).astype(np.int64)
+    from scipy.optimize import linear_sum_assignment
+
+    num_devices, load = origins.shape[1], np.diagonal(together).astype(np.int64)
     weight = together - np.diag(load)
     best = start = contiguous(len(load), num_devices)
-    limit = _device_loads(start, load, num_devices).max()
+    limit = int(_device_loads(start, load, num_devices).max())
     for devices in (start, _greedy(weight, load, num_devices)):
-        devices = _swapped(devices, weight, load, num_devices, limit)
+        local = np.stack([origins[devices == i].sum(0) for i in range(num_devices)])
+        devices = linear_sum_assignment(local, maximize=True)[1][devices]
+        devices = _swapped(devices, weight, load, origins, limit)
         fits = _device_loads(devices, load, num_devices).max() <= limit
-        if fits and _inside(devices, weight) > _inside(best, weight):
+        if fits and _inside(devices, weight, origins) > _inside(best, weight, origins):
             best = devices
     return best
 
@@ -135,9 +170,10 @@ def _device_loads(devices: Devices, load: Counts, num_devices: int) -> Counts:
     return np.bincount(devices, load, num_devices).astype(np.int64)
 
 
-def _inside(devices: Devices, weight: Counts) -> int:
-    """Returns the co-activations within devices, each pair of experts twice."""
-    return int(weight[devices[:, None] == devices[None]].sum())
+def _inside(devices: Devices, weight: Counts, origins: Counts) -> int:
+    """Returns the co-activations within devices, and the assignments that stay on theirs."""
+    pairs = int(weight[devices[:, None] == devices[None]].sum()) // 2
+    return pairs + int(origins[np.arange(len(devices)), devices].sum())
 
 
 def _greedy(weight: Counts, load: Counts, num_devices: int) -> Devices:
@@ -154,13 +190,13 @@ def _greedy(weight: Counts, load: Counts, num_devices: int) -> Devices:
 
 
 def _swapped(
-    devices: Devices, weight: Counts, load: Counts, num_devices: int, limit: int
+    devices: Devices, weight: Counts, load: Counts, origins: Counts, limit: int
 ) -> Devices:
     """Returns a placement after swaps, the best one each time, until none improves it."""
-    devices = devices.copy()
+    devices, num_devices = devices.copy(), origins.shape[1]
     for _ in range(4 * len(devices)):
         loads = _device_loads(devices, load, num_devices)
-        to = weight @ np.eye(num_devices, dtype=np.int64)[devices]  # [E, n]
+        to = weight @ np.eye(num_devices, dtype=np.int64)[devices] + origins  # [E, n]
         moved = to[:, devices] - to[np.arange(len(devices)), devices][:, None]
         gain = moved + moved.T - 2 * weight
         after = loads[devices][:, None] - load[:, None] + load[None]  # Of the row's device.
@@ -186,8 +222,9 @@ def replay(
     `drops` has the share of assignments that a `CapacityDispatcher` drops, by capacity factor.
     `expert_parallel` has, by number of devices, the rows per token that a `RaggedDispatcher` sends
     to other devices in a forward pass, each way, and their bytes per batch, by the trainer's
-    placement and by a proposed one, which is never worse. `capacity_bytes_per_batch` has those that
-    a `CapacityDispatcher` sends, by number of devices and capacity factor.
+    placement and by a proposed one, which is never worse. The batch is split over the mesh in the
+    log's header, as `parts_around` says. `capacity_bytes_per_batch` has those that a
+    `CapacityDispatcher` sends, by number of devices and capacity factor.
 
     Args:
         log: The log.
@@ -198,7 +235,10 @@ def replay(
     num_experts, _, width = log.sizes(layer)
     dropped = dict.fromkeys(factors, 0)
     num_assignments = num_tokens = 0
-    sizes = [n for n in num_devices if _divides(n, num_experts, log)]
+    header, sizes = log.header, [n for n in num_devices if num_experts % n == 0]
+    around = {n: parts_around(header.mesh, n) for n in sizes}
+    sizes = [n for n in sizes if header.batch_size % (n * math.prod(around[n])) == 0]
+    origins = {n: np.zeros((num_experts, n), np.int64) for n in sizes}
     together = np.zeros((num_experts, num_experts), np.int64)
     for ids, mask in log.layer(layer, "expert_ids", "mask"):
         num_tokens += int(mask.sum())
@@ -206,14 +246,19 @@ def replay(
         for factor in dropped:
             dropped[factor] += valid - int(within_capacity(ids, num_experts, factor).sum())
         together += coactivation(ids.reshape(-1, ids.shape[-1]), num_experts)
+        for n in sizes:
+            origins[n] += _origins(ids, num_experts, n, around[n][0])
     load = np.diagonal(together)
-    placements = {n: [contiguous(num_experts, n), propose_placement(together, n)] for n in sizes}
+    placements = {
+        n: [contiguous(num_experts, n), propose_placement(together, origins[n])] for n in sizes
+    }
     rows = {n: [0, 0] for n in sizes}
     for (ids,) in log.layer(layer, "expert_ids"):
         for n, pair in placements.items():
-            sent = [remote(rows_sent(ids, devices)) for devices in pair]
+            outer, inner = around[n]
+            sent = [remote(rows_sent(ids, devices, outer=outer, inner=inner)) for devices in pair]
             rows[n] = [a + b for a, b in zip(rows[n], sent, strict=True)]
-    batch_bytes = width * log.header.itemsize / log.header.num_batches
+    batch_bytes = width * header.itemsize / header.num_batches
     parallel: dict[str, Any] = {}
     for n, pair in placements.items():
         if rows[n][1] > rows[n][0]:  # Never worse than the trainer's.
@@ -232,13 +277,9 @@ def replay(
         "expert_parallel": parallel,
         "capacity_bytes_per_batch": {
             str(n): {
-                str(factor): capacity_rows(log, layer, factor, n) * width * log.header.itemsize
+                str(factor): capacity_rows(log, layer, factor, n) * width * header.itemsize
                 for factor in factors
             }
             for n in sizes
         },
     }
-
-
-def _divides(n: int, num_experts: int, log: RoutingLog) -> bool:
-    return num_experts % n == 0 and log.header.batch_size % n == 0

@@ -132,7 +132,8 @@ def analyze(
         raise UserError(f"{len(kept)} runs for a fit, which requires {least}; add runs{listed}.")
     if len(group_by_budget(flops)) < 2:
         raise UserError(
-            f"all {len(kept)} runs have a budget of {flops.max():.3g} FLOPs; add another{listed}."
+            f"all {len(kept)} runs, of {flops.min():.3g} to {flops.max():.3g} FLOPs, are of one "
+            f"budget; add another{listed}."
         )
     tokens, losses = (np.asarray([getattr(r, x) for r in kept]) for x in ("tokens", "loss"))
     fits = {}

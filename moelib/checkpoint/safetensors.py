@@ -35,7 +35,8 @@ _DESCRIBING = ("config.json", "tokenizer.json")  # Files that change the model's
 
 _DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
 _SUM = re.compile(r"([0-9a-fA-F]{64})[ \t]+\*?(.+)")  # A line of SHA256SUMS.
-_FLOAT8 = "F8_E4M3"
+# Dtypes for which the library has no NumPy equivalent.
+_FLOAT8 = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu}
 
 
 class DamagedTensorsError(UserError, RuntimeError):
@@ -133,24 +134,24 @@ class TensorFolder:
         """Returns a tensor. Raises UserError if its dtype is not supported."""
         file, path = self._files[self._file_of[key]], os.path.join(self.folder, self._file_of[key])
         dtype = file.get_slice(key).get_dtype()
-        if dtype == _FLOAT8:
-            return _read_float8(path, key)
+        if dtype in _FLOAT8:
+            return _read_float8(path, key, _FLOAT8[dtype])
         if dtype not in _DTYPES:
             raise UserError(
                 f"{path}: {key} is of dtype {dtype}; moelib reads "
-                f"{', '.join((*_DTYPES, _FLOAT8))}. Convert it to BF16 first."
+                f"{', '.join((*_DTYPES, *_FLOAT8))}. Convert it to BF16 first."
             )
         return file.get_tensor(key)
 
 
-def _read_float8(path: str, key: str) -> np.ndarray:
-    """Returns a tensor of a dtype for which the library has no NumPy equivalent."""
+def _read_float8(path: str, key: str, dtype: Any) -> np.ndarray:
+    """Returns a tensor of a dtype of 8 bits."""
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))[key]
         begin, end = header["data_offsets"]
         file.seek(8 + size + begin)
-        values = np.frombuffer(file.read(end - begin), ml_dtypes.float8_e4m3fn)
+        values = np.frombuffer(file.read(end - begin), dtype)
     return values.reshape(header["shape"])
 
 

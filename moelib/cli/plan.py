@@ -37,9 +37,7 @@ class Flags(launch.ConfigFlags):
         None, "Sizes of mesh axes, such as fsdp=2,expert=-1, or auto; by default all meshes."
     )
     model_shards: int | None = flag(None, launch.MODEL_SHARDS, lower_bound=1)
-    current_mesh: bool = flag(
-        False, "Plan the config's own mesh, micro-batches and remat only.", old_name="as_is"
-    )
+    current_mesh: bool = flag(False, "Plan the config's own mesh, micro-batches and remat only.")
     tokens: float | None = flag(None, "Tokens of the whole run, for its days and dollars.")
     budget: float | None = flag(None, "Dollars of the whole run; excludes meshes that cost more.")
     prices: str | None = flag(None, "JSON file of dollars per device-hour by accelerator.")
@@ -63,13 +61,10 @@ class Flags(launch.ConfigFlags):
     compiler_option: tuple[str, ...] = flag(
         (), "Compiler option in addition to those of training, as name=value."
     )
-    cache_dir: str | None = flag(
-        None, "Folder for reports of compiled steps; by default ~/.cache/moelib/plan."
-    )
     dump: str | None = flag(None, "Folder for a compiled step at each stage, with a report.")
     top: int = flag(0, "Number of costliest functions and instructions to list.", lower_bound=0)
     compare: tuple[str, ...] = flag(
-        (), "File of a report, or of figures by key, to show in another column.", old_name="beside"
+        (), "File of a report, or of figures by key, to show in another column."
     )
 
     def check(self) -> None:
@@ -105,19 +100,13 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         _print_goodput(flags)
         return
     os.environ["JAX_PLATFORMS"] = "cpu"  # No accelerator is used.
-    from moelib.planning.compiled.cache import DEFAULT_DIR
     from moelib.planning.compiled.dump import make_folder
     from moelib.planning.compiled.in_subprocess import CompileOptions
     from moelib.planning.estimate.sweep import read_prices
     from moelib.planning.plan import plan
     from moelib.planning.report.figures import read_columns
 
-    options = CompileOptions(
-        flags.compiler_options(),
-        flags.timeout,
-        os.path.expanduser(flags.cache_dir or DEFAULT_DIR),
-        flags.dump,
-    )
+    options = CompileOptions(flags.compiler_options(), flags.timeout, flags.dump)
     columns = [column for path in flags.compare for column in read_columns(path)]
     if flags.dump:
         make_folder(flags.dump)
@@ -183,8 +172,6 @@ def _print_step(step: "CompiledStep", columns: Sequence["Column"], top: int) -> 
         print("Lint has no findings.")
     for finding in report.findings:
         _print_finding(finding)
-    if step.outcome.from_cache:
-        print("The report is from the cache: same config, mesh and versions.")
     if top and not report.costliest:
         print(f"--top={top}: this compiler does not estimate cycles.")
     elif top:

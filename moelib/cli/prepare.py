@@ -40,6 +40,9 @@ class Flags:
         None, "Number of worker processes; by default one per CPU core.", lower_bound=1
     )
     skip_bad_lines: bool = flag(False, "Skip and count broken records instead of failing.")
+    accept_lossy_tokenizer: bool = flag(
+        False, "Accept a tokenizer that loses more than 1 % of the text."
+    )
     append_eos: bool = flag(True, "End each document with the end-of-text token.")
     splits: str = flag("train=1", "Fraction of documents per split: train=0.95,validation=0.05.")
     split_seed: int = flag(0, "Seed that assigns documents to splits.")
@@ -75,6 +78,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         num_processes=flags.num_processes or os.cpu_count() or 1,
         append_eos=flags.append_eos,
         skip_bad_records=flags.skip_bad_lines,
+        accept_lossy_tokenizer=flags.accept_lossy_tokenizer,
         splits=splits,
         split_seed=flags.split_seed,
     )

@@ -52,7 +52,6 @@ class FlagInfo(NamedTuple):
     short: str | None
     split: bool
     lower_bound: float | None
-    old_name: str | None
 
 
 def flag(
@@ -62,7 +61,6 @@ def flag(
     short: str | None = None,
     split: bool = False,
     lower_bound: float | None = None,
-    old_name: str | None = None,
 ) -> Any:
     """Returns the dataclass field of a flag.
 
@@ -72,10 +70,9 @@ def flag(
         short: One-letter name.
         split: Whether a `tuple[str, ...]` is one value separated by commas, not a repeated flag.
         lower_bound: Smallest allowed number.
-        old_name: Earlier name, accepted with a warning for one version.
     """
-    details = {"short": short, "split": split, "lower_bound": lower_bound, "old_name": old_name}
-    return dataclasses.field(default=default, metadata={"help": text, **details})
+    details = {"help": text, "short": short, "split": split, "lower_bound": lower_bound}
+    return dataclasses.field(default=default, metadata=details)
 
 
 def describe_flags(cls: type) -> list[FlagInfo]:
@@ -124,10 +121,6 @@ def parse_flags[T](cls: type[T], arguments: Sequence[str]) -> tuple[T, list[str]
     except absl_flags.Error as error:
         text = re.sub("invalid literal .*|could not convert .*", "write a number.", str(error))
         raise UsageError(text) from None
-    for info in infos:
-        if info.old_name is not None and values[info.old_name].present:
-            text = f"--{info.old_name} is now --{info.name}; the earlier name will be removed."
-            print(text, file=sys.stderr)
     found = {info.name: values[info.name].value for info in infos}
     lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
     lists |= {info.name: tuple(filter(None, lists[info.name])) for info in infos if info.split}
@@ -154,8 +147,6 @@ def define_flag(info: FlagInfo, values: absl_flags.FlagValues) -> None:
             absl_flags.DEFINE_bool(**common)
         case choices:
             absl_flags.DEFINE_enum(**common, enum_values=choices.split("|"))
-    if info.old_name is not None:
-        absl_flags.DEFINE_alias(info.old_name, info.name, flag_values=values)
 
 
 def no_arguments(arguments: Sequence[str], cls: type) -> None:

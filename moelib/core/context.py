@@ -32,10 +32,11 @@ class OutsideError(RuntimeError):
 
 
 class AuxLoss(NamedTuple):
-    """An auxiliary loss; the objective is the main loss + the sum of value * weight."""
+    """An auxiliary loss: a term of the objective, next to the main loss."""
 
     value: jax.Array
     weight: jax.Array
+    num_tokens: jax.Array | None = None  # Tokens that the value is a mean over; None for all.
 
 
 def is_aux_loss(value: Any) -> bool:
@@ -51,12 +52,18 @@ class OutputCollection(NamedTuple):
     module_outputs: Nested
     aux_losses: Nested
 
-    def total_aux_loss(self) -> jax.Array:
-        """Returns the sum of value * weight over all auxiliary losses, float32; 0 if none."""
+    def total_aux_loss(self, num_tokens: jax.Array | None = None) -> jax.Array:
+        """Returns the sum of value * weight over all auxiliary losses, float32; 0 if none.
+
+        Given the tokens of the batch, a mean over a part of them counts by their share, and the
+        total is a mean over the tokens of the batch, which micro-batches add up to.
+        """
         total = jnp.zeros((), jnp.float32)
         for loss in jax.tree.leaves(self.aux_losses, is_leaf=is_aux_loss):
-            # Stacked over layers if it comes from a scan.
-            total = total + jnp.sum(loss.value.astype(jnp.float32) * loss.weight)
+            term = loss.value.astype(jnp.float32) * loss.weight
+            if num_tokens is not None and loss.num_tokens is not None:
+                term = term * loss.num_tokens / jnp.maximum(num_tokens, 1.0)
+            total = total + jnp.sum(term)  # Stacked over layers if it comes from a scan.
         return total
 
 

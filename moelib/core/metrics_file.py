@@ -1,8 +1,11 @@
 """Metrics of a run in `metrics.jsonl`: a JSON object per line, with a step. Needs no JAX."""
 
+import json
 import logging
+import math
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 _OF_TRAINING = b'"mean_loss": '  # In lines of training, and not of evaluations.
+_LINES_PER_CHECK = 20  # Lines between looks at the clock.
 
 
 def read_metrics(
@@ -55,7 +59,8 @@ class MetricsReader:
         """
         run = os.fspath(run)
         self.path = run if run.endswith(".jsonl") else os.path.join(run, METRICS_FILE)
-        self._names = {name.encode(): name for name in ("step", *names)} if names else {}
+        as_written = lambda name: json.dumps(name)[1:-1].encode()
+        self._names = {as_written(x): x for x in ("step", *names)} if names else {}
         pattern = b'"(%s)": ([^,}]+)' % b"|".join(map(re.escape, self._names))
         self._pattern, self._only_last = re.compile(pattern), only_last
         self.reset()
@@ -65,6 +70,7 @@ class MetricsReader:
         self.offset = 0  # Bytes read.
         self.damaged: list[int] = []  # Numbers of damaged lines, from 1.
         self.incomplete = 0  # Bytes after the last line, which is still written or was cut off.
+        self.is_complete = False  # Whether the last call of `read` came to the end of the file.
         self._num_lines = 0
         self._file_id: tuple[int, int] | None = None
 
@@ -79,8 +85,12 @@ class MetricsReader:
         is_other = (stat.st_dev, stat.st_ino) != self._file_id or stat.st_size < self.offset
         return self.offset > 0 and is_other
 
-    def read(self) -> Iterator[dict[str, Any]]:
-        """Yields the lines that are new since the last call, {name: number, or None for NaN}."""
+    def read(self, seconds: float = math.inf) -> Iterator[dict[str, Any]]:
+        """Yields the lines that are new since the last call, {name: number, or None for NaN}.
+
+        After about `seconds` it ends; the next call goes on where it ended.
+        """
+        self.is_complete, end = True, time.monotonic() + seconds
         if not storage.exists(self.path):
             return
         skipped = b""
@@ -100,6 +110,9 @@ class MetricsReader:
                     skipped = line
                 else:
                     yield from self._parsed(line)
+                if self._num_lines % _LINES_PER_CHECK == 0 and time.monotonic() > end:
+                    self.is_complete = False
+                    break
         yield from self._parsed(skipped) if skipped else ()
 
     def _parsed(self, line: bytes) -> Iterator[dict[str, Any]]:

@@ -294,14 +294,29 @@ class Module(Configurable):
         return self.get_invocation_context().outputs.module_outputs
 
     @nowrap
-    def add_aux_loss(self, name: str, value: jax.Array, *, weight: float | jax.Array) -> None:
-        """Adds `value * weight` to the training objective; `value` is a scalar."""
+    def add_aux_loss(
+        self,
+        name: str,
+        value: jax.Array,
+        *,
+        weight: float | jax.Array,
+        num_tokens: jax.Array | None = None,
+    ) -> None:
+        """Adds `value * weight` to the training objective.
+
+        Args:
+            name: Name of the loss.
+            value: The loss, a scalar.
+            weight: Weight of the loss.
+            num_tokens: Number of tokens that the value is a mean over, a float32 scalar: the loss
+                counts by their share of the batch's tokens. None for all of them.
+        """
         if jnp.shape(value) != ():
             raise ValueError(
                 f"{self._title()}: the auxiliary loss {name!r} has shape {jnp.shape(value)}; it "
                 "must be a scalar."
             )
-        loss = AuxLoss(jnp.asarray(value), jnp.asarray(weight, jnp.float32))
+        loss = AuxLoss(jnp.asarray(value), jnp.asarray(weight, jnp.float32), num_tokens)
         self.get_invocation_context().add("aux_losses", name, loss)
 
     @nowrap

@@ -60,14 +60,8 @@ class ParameterSpec:
     weight_decay_scale: float = 1.0  # Factor of the weight decay; 0 for none.
     cast: Cast = Cast.STEP  # Where a step in lower precision casts it, if it is trainable.
     quantization: Any = None  # Scheme of its matmuls; see `moelib.layers.quantization`.
-    castable: dataclasses.InitVar[bool | None] = None  # Of earlier versions; see `cast`.
 
-    def __post_init__(self, castable: bool | None) -> None:
-        if castable is not None:
-            raise UserError(
-                f"a parameter of shape {self.shape} has castable={castable}; set "
-                f"cast=Cast.{'STEP' if castable else 'NEVER'} of moelib.core.param instead."
-            )
+    def __post_init__(self) -> None:
         if len(self.axes) != len(self.shape):
             raise UserError(
                 f"a parameter of shape {self.shape} has {len(self.shape)} dimensions, but its axes "

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 
 from moelib.core import tree
 from moelib.core.errors import UserError
-from moelib.core.param import Cast, ParameterSpec, is_spec
+from moelib.core.param import Cast, ParameterSpec, is_spec, specs_by_path
 from moelib.core.tree import Nested
 
 
@@ -47,6 +47,16 @@ def check_float(field: str, dtype: Any) -> None:
     else:
         return
     raise UserError(f"{field} is {dtype}, which {reason}.")
+
+
+def check_gradients(specs: Nested, dtype: Any) -> None:
+    """Raises UserError if gradients of passes in a compute dtype would be float16."""
+    for path, spec in specs_by_path(specs).items():
+        if spec.trainable and jnp.dtype(gradient_dtype(spec, dtype)) == jnp.float16:
+            raise UserError(
+                f"train_dtype is {dtype} and the dtype of {path} is {spec.dtype}: gradients in "
+                "float16 below 6e-8 are 0, and the loss is not scaled; set bfloat16 or float32."
+            )
 
 
 def is_cast(spec: ParameterSpec, dtype: Any) -> bool:

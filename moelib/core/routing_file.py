@@ -71,7 +71,7 @@ class RoutingHeader:
     itemsize: int  # Bytes of a number of an activation.
     config_hash: str  # Digest of the settings that determine the numbers of the run.
     input: dict[str, Any]  # Identity of the data.
-    mesh: dict[str, int]  # Sizes of the mesh axes that the log was computed on.
+    mesh: dict[str, int]  # Sizes of the run's mesh axes that split a batch, outermost first.
     files: dict[str, int]  # Number of bytes of each file.
     axes: dict[str, Sequence[str]] = dataclasses.field(default_factory=lambda: AXES)
     format_version: int = FORMAT_VERSION

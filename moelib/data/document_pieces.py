@@ -51,8 +51,8 @@ def is_local(tokenizer: Any) -> bool:
 
 def encode_in_pieces(
     encode: Callable[[str], list[int]], data: bytes, piece_bytes: int, name: str
-) -> Iterator[list[int]]:
-    """Yields the ids of a document in UTF-8, with some `piece_bytes` of text at a time.
+) -> Iterator[tuple[str, list[int]]]:
+    """Yields the pieces of a document in UTF-8, of some `piece_bytes`, and their ids.
 
     Pieces are longer where the following text alone has other ids; a warning then names the file.
     """
@@ -63,7 +63,7 @@ def encode_in_pieces(
         for end in range(len(text) - _MARGIN, max(len(text) - 2 * _MARGIN, 0), -1):
             following = encode(text[end:])
             if ids[len(ids) - len(following) :] == following:
-                yield ids[: len(ids) - len(following)]
+                yield text[:end], ids[: len(ids) - len(following)]
                 start += len(text[:end].encode())
                 break
         else:
@@ -75,4 +75,5 @@ def encode_in_pieces(
             name,
             *map(format_bytes, (min(piece_bytes, len(data)), 200 * min(piece_bytes, len(data)))),
         )
-    yield encode(data[start:].decode())
+    text = data[start:].decode()
+    yield text, encode(text)

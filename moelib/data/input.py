@@ -127,19 +127,6 @@ def load_tokenizer(cfg: Any) -> Tokenizer:
     return cfg.klass.load_tokenizer(cfg)
 
 
-def save_tokenizer(cfg: Input.Config, folder: str) -> bool:
-    """Copies an input's tokenizer into a folder, so that a run can be used without its data.
-
-    Returns False if the input has none.
-    """
-    try:
-        tokenizer = load_tokenizer(cfg)
-    except NoTokenizerError:
-        return False
-    tokenizer.save(folder)
-    return True
-
-
 def batch_spec(global_batch_size: int, seq_len: int) -> dict[str, tuple[int, ...]]:
     """Returns the shape of each array of a global batch; all are int32. Needs no data."""
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(TOKEN_ARRAYS, (global_batch_size, seq_len))

@@ -7,12 +7,11 @@ number of hosts may change between two steps, and the batch of any step can be i
 Letters: B sequences of a batch, S sequence length, R sequences of an epoch.
 """
 
-import copy
 import enum
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -203,23 +202,6 @@ class LMInput(Input):
             identity["weights"] = dict(zip(names, self._mixture.counts.tolist(), strict=True))
         return identity
 
-    def as_saved(self, state: State) -> Self:
-        """Returns the input with a mixture's sources in the order in which a state lists them.
-
-        Batches depend on that order. It is the order of names, but that of the config in states of
-        earlier versions.
-        """
-        saved = state.get("input")
-        names = list(saved.get("weights") or ()) if isinstance(saved, dict) else []
-        if not self._mixture or sorted(names) != sorted(self._mixture.names):
-            return self
-        packed = dict(zip(self._mixture.names, self._packed, strict=True))
-        other = copy.copy(self)
-        other.__dict__.pop("identity", None)
-        other._mixture = self._mixture.in_order(names)
-        other._packed = [packed[name] for name in names]
-        return other
-
 
 class LMInputIterator(BatchIterator):
     """The batches of one host. The state is the step and the input's identity."""
@@ -263,9 +245,8 @@ class LMInputIterator(BatchIterator):
 
         Raises UserError if the saved input had other batches.
         """
-        lm_input = self._input.as_saved(state)
-        check_state(state, lm_input.identity)
-        self._input, self.step = lm_input, state["step"]
+        check_state(state, self._input.identity)
+        self.step = state["step"]
 
     def seek(self, position: int) -> None:
         """Goes to the batch of a step."""

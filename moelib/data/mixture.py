@@ -6,9 +6,8 @@ source is a closed form of its number in the mixture: nothing needs to be counte
 Letters: K sources, n sequences.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,18 +40,12 @@ class Mixture(Configurable):
         super().__init__(cfg)
         cfg = self.config
         _check_weights(list(cfg.sources), cfg.weights)
-        self._opened: dict[str, Any] = {n: cfg.sources[n].instantiate() for n in cfg.sources}
-        self._arrange(sorted(cfg.sources))
+        self.names = sorted(cfg.sources)
+        self.sources: list[TokenSource] = [cfg.sources[name].instantiate() for name in self.names]
         self._check_vocabularies()
-
-    def _arrange(self, names: Sequence[str]) -> None:
-        """Computes the pattern for an order of the sources."""
-        self.names = list(names)
-        self.sources: list[TokenSource] = [self._opened[name] for name in names]
-        cfg = self.config
-        weights = np.array([cfg.weights[name] for name in names], np.float64)
+        weights = np.array([cfg.weights[name] for name in self.names], np.float64)
         self.counts = round_shares(weights, PERIOD)
-        for name, count in zip(names, self.counts.tolist(), strict=True):
+        for name, count in zip(self.names, self.counts.tolist(), strict=True):
             if not count:
                 raise UserError(
                     f"weights[{name!r}]={cfg.weights[name]}: less than one sequence in {PERIOD}; "
@@ -62,15 +55,6 @@ class Mixture(Configurable):
         self._rank = np.empty(PERIOD, np.int64)  # Number of each sequence within its source.
         for k, count in enumerate(self.counts.tolist()):
             self._rank[self.pattern == k] = np.arange(count)
-
-    def in_order(self, names: Sequence[str]) -> Self:
-        """Returns the mixture with its sources in another order, which gives other batches.
-
-        Checkpoints of earlier versions depend on the order in which the config listed the sources.
-        """
-        other = copy.copy(self)
-        other._arrange(names)
-        return other
 
     @classmethod
     def load_tokenizer(cls, cfg: Any) -> Tokenizer:

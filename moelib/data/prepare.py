@@ -5,10 +5,12 @@ source becomes one file of tokens, so a run that is killed resumes from its fini
 content of the store does not depend on the number of processes.
 """
 
+import collections
 import concurrent.futures
 import contextlib
 import errno
 import hashlib
+import logging
 import multiprocessing
 import os
 import shutil
@@ -43,7 +45,10 @@ from moelib.data.store_check import hash_blocks
 from moelib.data.token_store import StoreMeta, TokenStore
 from moelib.data.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 _COUNTS = ("num_documents", "num_tokens", "num_bytes", "num_empty", "num_bad_records")
+_MAX_LOST = 0.01  # Fraction of the text that a tokenizer may lose without being accepted by name.
 _SAMPLE_BYTES = 1 << 18  # Text whose tokens are counted to estimate the size of the store.
 
 
@@ -55,6 +60,7 @@ def prepare(
     num_processes: int = 1,
     append_eos: bool = True,
     skip_bad_records: bool = False,
+    accept_lossy_tokenizer: bool = False,
     splits: Mapping[str, float] | None = None,
     split_seed: int = 0,
 ) -> TokenStore:
@@ -73,6 +79,8 @@ def prepare(
         num_processes: Worker processes; 1 works in this process.
         append_eos: Whether each document ends with the end-of-text token.
         skip_bad_records: Whether records without a document are counted rather than errors.
+        accept_lossy_tokenizer: Whether the ids may lack more than 1 % of the text, such as unknown
+            characters, or capitals that a normalizer replaces.
         splits: Fraction of documents in each split; all are in "train" if None.
         split_seed: Seed that assigns documents to splits.
 
@@ -84,7 +92,8 @@ def prepare(
             `<output_dir>.partial` something that was not made here.
         DirectoryInUseError: If another process prepares the same store.
         DiskFullError: If the disk is too small, or becomes full; finished parts are kept.
-        UserError: If the source is empty or broken, or a split's fraction is wrong.
+        UserError: If the source is empty or broken, a split's fraction is wrong, or the tokenizer
+            loses too much of the text; finished parts are kept.
     """
     splits = {"train": 1.0} if splits is None else dict(splits)
     token_store.check_splits(splits)
@@ -108,6 +117,7 @@ def prepare(
             _begin(folder, plan, tokenizer)
             options = PartOptions(append_eos, skip_bad_records)
             results = _tokenize(folder, parts, tokenizer, options, num_processes)
+            _check_lost(results, accept_lossy_tokenizer)
             meta = _finish(folder, plan, tokenizer, source, parts, results)
             os.rename(folder, output_dir)
             os.unlink(os.path.join(output_dir, LOCK_FILE))
@@ -183,7 +193,7 @@ def _has_text(folder: str, plan: Mapping[str, Any], source: Source, parts: Seque
         _log(f"{folder} was made from another version of the text; delete it to prepare it again.")
         return True
     total = sum(part.num_bytes for part in parts)
-    if not meta.text_hash or meta.source_bytes != total:  # Another size: no need to read it.
+    if meta.source_bytes != total:  # Another size: no need to read it.
         return False
     _log(f"the files have changed since {folder} was made; comparing their text.")
     hashes = []
@@ -377,6 +387,28 @@ def _finish(
     )
     token_store.write_meta(folder, meta)
     return meta
+
+
+def _check_lost(results: Sequence[PartResult], accepted: bool) -> None:
+    """Warns of characters that the tokens lack. Raises UserError if they are many."""
+    lost = collections.Counter[str]()
+    for result in results:
+        lost.update(result.lost_characters)
+    num_lost = sum(len(character.encode()) * count for character, count in lost.items())
+    if not num_lost:
+        return
+    total = sum(result.num_bytes for result in results)
+    most = ", ".join(f"{character!r} ({count:,})" for character, count in lost.most_common(5))
+    message = (
+        f"the tokenizer loses {num_lost:,} of {total:,} bytes of the text "
+        f"({100 * num_lost / total:.2g} %), most of all {most}"
+    )
+    if num_lost > _MAX_LOST * total and not accepted:
+        raise UserError(
+            f"{message}; set another tokenizer, such as a byte-level BPE (--train_bpe), or "
+            "accept_lossy_tokenizer (--accept_lossy_tokenizer)."
+        )
+    logger.warning("%s.", message)
 
 
 def _nothing_found(results: Sequence[PartResult]) -> str:

@@ -1,6 +1,7 @@
 """Tokenizing one part of a source into one file of a token store: the work of a worker process."""
 
 import array
+import collections
 import contextlib
 import dataclasses
 import errno
@@ -56,6 +57,7 @@ class PartResult(NamedTuple):
     sha256: str  # Of the tokens.
     text_sha256: str  # See `TextHash`.
     block_hashes: Mapping[str, Sequence[str]]  # Of the part's files, by path in the store.
+    lost_characters: Mapping[str, int]  # See `Tokenizer.lost_characters`.
 
 
 def tokenize_part(
@@ -77,6 +79,7 @@ def tokenize_part(
     end = [tokenizer.eos_id] if options.append_eos else []
     lengths, sizes = array.array("I"), array.array("I")
     num_empty, digest, text_hash = 0, hashlib.sha256(), TextHash()
+    lost: collections.Counter[str] = collections.Counter()
     path = os.path.join(folder, token_store.tokens_file(index))
 
     def write(ids: Sequence[int]) -> int:
@@ -95,13 +98,20 @@ def tokenize_part(
         with synced_file(path) as file:
             for batch in _batches(documents):
                 if isinstance(batch, bytes):
-                    pieces = tokenizer.encode_long(batch, part.name)
-                    lengths.append(sum(map(write, itertools.chain(pieces, [end]))))
+                    lengths.append(0)
+                    for text, ids in tokenizer.encode_long(batch, part.name):
+                        if lengths[-1]:  # A decoder may strip the space before a text.
+                            text = text.removeprefix(" ")
+                        lost += tokenizer.lost_characters([text], [ids])
+                        lengths[-1] += write(ids)
+                    lengths[-1] += write(end)
                     add_text(batch)
                     continue
                 texts = list(filter(None, batch))
                 num_empty += len(batch) - len(texts)
-                ids = [document + end for document in tokenizer.encode_batch(texts)]
+                encoded = tokenizer.encode_batch(texts)
+                lost += tokenizer.lost_characters(texts, encoded)
+                ids = [document + end for document in encoded]
                 lengths.extend(map(len, ids))
                 write(list(itertools.chain.from_iterable(ids)))
                 for text in texts:
@@ -120,6 +130,7 @@ def tokenize_part(
             sha256=digest.hexdigest(),
             text_sha256=text_hash.hexdigest(),
             block_hashes=_block_hashes(folder, index),
+            lost_characters=lost,
         )
         found = result._asdict()
         write_json(part_file(folder, index, "json"), found | {"digest": json_digest(found)})

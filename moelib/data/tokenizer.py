@@ -7,6 +7,7 @@ tokens that a text spells out as ordinary text, whatever the file requests.
 Letters: V vocabulary.
 """
 
+import collections
 import functools
 import hashlib
 import json
@@ -32,6 +33,10 @@ logger = logging.getLogger(__name__)
 END_OF_TEXT = "<|endoftext|>"
 FILE_NAME = "tokenizer.json"
 SETTINGS_FILE = "tokenizer_config.json"  # As Hugging Face names it.
+
+
+# A text whose ids depend on the normalizer, the words and the merges of a tokenizer.
+_PROBE = "The naïve café costs 1,234.50 €;\n\n\tif x_1 != 'ÜNÏCODE': DON'T!  # 東京 🙂"
 
 
 class NoTokenizerError(UserError):
@@ -93,8 +98,8 @@ class Tokenizer(Configurable):
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    def encode_long(self, text: bytes, name: str) -> Iterator[list[int]]:
-        """Yields the ids of a long text in UTF-8 in pieces, which bounds the memory.
+    def encode_long(self, text: bytes, name: str) -> Iterator[tuple[str, list[int]]]:
+        """Yields the pieces of a long text in UTF-8 and their ids, which bounds the memory.
 
         A text that cannot be divided is reported with `name`, that of its file.
         """
@@ -128,6 +133,29 @@ class Tokenizer(Configurable):
             )
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
+    def lost_characters(
+        self, texts: Sequence[str], ids: Sequence[Sequence[int]]
+    ) -> collections.Counter[str]:
+        """Returns the characters of texts that their ids do not decode to, with their numbers.
+
+        Those are unknown characters, and those that a normalizer drops or replaces.
+        """
+        if (unknown := self._unknown_id) is not None:
+            ids = [[each for each in of_text if each != unknown] for of_text in ids]
+        decoded = self._tokenizer.decode_batch(ids, skip_special_tokens=False)
+        lost: collections.Counter[str] = collections.Counter()
+        for text, back in zip(texts, decoded, strict=True):
+            if text != back:
+                lost += collections.Counter(text) - collections.Counter(back)
+        return lost
+
+    @functools.cached_property
+    def _unknown_id(self) -> int | None:
+        """Id of the token of unknown text, if there is one."""
+        model = self._content["model"]  # Unigram has the id, others the token.
+        unknown = model.get("unk_token")
+        return model.get("unk_id") if unknown is None else self._tokenizer.token_to_id(unknown)
+
     # For token stores.
 
     @functools.cached_property
@@ -135,6 +163,21 @@ class Tokenizer(Configurable):
         """A SHA-256 of the content, independent of white space and the order of keys."""
         canonical = json.dumps(self._content, sort_keys=True) + f"\neos {self.eos_id}"
         return hashlib.sha256(canonical.encode()).hexdigest()
+
+    def difference(self, other: "Tokenizer") -> str:
+        """Returns a token or a text to which another tokenizer gives other ids; "" without one.
+
+        Added tokens that only one of the two has make no difference: they extend a vocabulary.
+        """
+        pair = (self._tokenizer, other._tokenizer)
+        first, second = (each.get_vocab(with_added_tokens=True) for each in pair)
+        added = {x.content for each in pair for x in each.get_added_tokens_decoder().values()}
+        ids: dict[str, tuple[Any, Any]] = {x: (first.get(x), second.get(x)) for x in first | second}
+        ids[_PROBE] = self.encode(_PROBE), other.encode(_PROBE)
+        for text, found in ids.items():
+            if found[0] != found[1] and not (None in found and text in added):
+                return f"{text!r} has the ids {found[0]} and {found[1]}"
+        return ""
 
     def to_json(self) -> str:
         """Returns the text of the tokenizer.json."""
@@ -163,7 +206,7 @@ class Tokenizer(Configurable):
 
 
 def _read_text(path: str) -> str:
-    """Returns the text of a tokenizer.json, or of the one in a folder."""
+    """Returns the text of a tokenizer.json, or of the one in a folder. Raises UserError."""
     if os.path.isdir(path) or (storage.is_remote(path) and not path.endswith(".json")):
         path = os.path.join(path, FILE_NAME)
     try:

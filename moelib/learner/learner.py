@@ -135,6 +135,7 @@ class Learner(Module):
                 optimizers[f"rule{i}"] = self._build(f"update_rules[{i}][1]", rule)
         self._optimizer = transforms.split(optimizers, self._labels)
         self._ema = cfg.ema.instantiate()
+        self._warned = False  # Of state that is not stored in fewer bits.
         self._take_step = maybe_instantiate(cfg.skip)
 
     def _label_parameters(self) -> dict[str, str]:
@@ -210,7 +211,16 @@ class Learner(Module):
         optimizer = self._optimizer.init(cast_floats(updated, jnp.float32))
         state = LearnerState(optimizer, ema, jnp.zeros((), jnp.int32))
         fields = ("first_moment", "second_moment")
-        for field, found in zip(fields, moments_in(state.optimizer), strict=True):
+        *moments, others = moments_in(state.optimizer)
+        formats = {getattr(self.config, field) for field in fields}
+        if others and formats != {MomentFormat.FLOAT32} and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s: %s are no moments of a known optimizer, and stay in float32.",
+                self._field("optimizer"),
+                f"{', '.join(others[:3])}{', ...' * (len(others) > 3)}",
+            )
+        for field, found in zip(fields, moments, strict=True):
             format_ = getattr(self.config, field)
             if updated and format_ is not MomentFormat.FLOAT32 and not found:
                 means = "gradients" if field == "first_moment" else "squared gradients"

@@ -17,8 +17,9 @@ from jaxtyping import Array, Float32, UInt8
 _MIN_SIZE = 4096  # Elements from which on an array is encoded, as in arXiv:2110.02861, section 2.
 _MAX_BLOCK, _MIN_BLOCK = 256, 32  # Elements along the last dimension that share a scale.
 # Fields that hold means of gradients, with a sign, and means of squares, 0 or more, by the class of
-# an optimizer's state: those of Optax and of `factored`. Sums that only grow would stop growing in
-# fewer bits, and centered RMSProp would take the root of a difference below 0: both are left out.
+# an optimizer's state in Optax or here: a class of others with the same name is another. Sums that
+# only grow would stop growing in fewer bits, and centered RMSProp would take the root of a
+# difference below 0: both are left out.
 _MOMENTS = {
     "DAdaptAdamWState": (("exp_avg",), ("exp_avg_sq",)),
     "EmaState": (("ema",), ()),
@@ -200,18 +201,25 @@ def stored_as(
     return optax.GradientTransformationExtraArgs(lambda p: encode(inner.init(p), None), update)
 
 
-def moments_in(state: Any) -> tuple[bool, bool]:
-    """Returns whether a state has means of gradients, and whether it has means of squares."""
-    found = set()
-    _map_moments(lambda path, x, is_second: found.add(is_second), state)
-    return False in found, True in found
+def moments_in(state: Any) -> tuple[bool, bool, list[str]]:
+    """Returns whether a state has means of gradients, and of squares, and paths of other arrays."""
+    found: dict[Any, bool] = {}
+    _map_moments(lambda path, x, is_second: found.setdefault(path, is_second), state)
+    large = lambda x: not _is_quantized(x) and x.size >= _MIN_SIZE and x.dtype == jnp.float32
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_quantized)
+    others = [jax.tree_util.keystr(path) for path, x in leaves if path not in found and large(x)]
+    return False in found.values(), True in found.values(), others
 
 
 def _map_moments(f: Callable[[Any, Any, bool], Any], state: Any) -> Any:
     """Returns a state with each moment replaced by f(path, moment, whether it is of squares)."""
 
+    def has_moments(x: Any) -> bool:
+        home = type(x).__module__.partition(".")[0]
+        return home in ("optax", "moelib") and type(x).__name__ in _MOMENTS
+
     def node(path: Any, x: Any) -> Any:
-        means, squares = _MOMENTS.get(type(x).__name__, ((), ()))
+        means, squares = _MOMENTS[type(x).__name__] if has_moments(x) else ((), ())
 
         def leaf(inner: Any, y: Any) -> Any:
             field = getattr(next(iter(inner), None), "name", None)
@@ -219,7 +227,6 @@ def _map_moments(f: Callable[[Any, Any, bool], Any], state: Any) -> Any:
 
         return jax.tree_util.tree_map_with_path(leaf, x, is_leaf=_is_quantized)
 
-    has_moments = lambda x: type(x).__name__ in _MOMENTS
     return jax.tree_util.tree_map_with_path(node, state, is_leaf=has_moments)
 
 

@@ -5,6 +5,7 @@ each parameter with its two moments.
 """
 
 import functools
+import logging
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from moelib.core.errors import UserError
 from moelib.learner.offload import is_offloaded, to_device, to_host
+
+logger = logging.getLogger(__name__)
 
 Update = Callable[[Any, Any, Any], tuple[Any, Any, Any]]
 
@@ -78,6 +81,14 @@ def streamed_update(
     found = graph.evaluate([graph.outs[i] for i in independent], values)
     results = {i: back(i, x) for i, x in zip(independent, found, strict=True)}
     if groups := _groups(needed):
+        num_params = len(jax.tree.leaves(params))
+        together = max(sum(i < num_params for i in members) for _, members in groups)
+        if together > 1:
+            logger.warning(
+                "offload_state: the optimizer updates %d parameters together, so that all of their "
+                "state is on the device at once: a condition around it does so.",
+                together,
+            )
         branches = [group_update(bits, members) for bits, members in groups]
         start = {i: given[before[i]] for i, bits in enumerate(needed) if bits}
         results |= lax.fori_loop(0, len(branches), lambda i, x: lax.switch(i, branches, x), start)

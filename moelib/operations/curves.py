@@ -2,12 +2,9 @@
 
 import math
 import re
-import time
 from typing import Any
 
 from moelib.core.metrics_file import MetricsReader
-
-_LINES_PER_CHECK = 20  # Lines between looks at the clock.
 
 
 class Curve:
@@ -74,12 +71,9 @@ class RunMetrics:
         if self.reader.is_replaced():
             self.reader.reset()
             self.curves = {}
-        end = time.monotonic() + seconds
-        for i, line in enumerate(self.reader.read()):
+        for line in self.reader.read(seconds):
             self._add(line)
-            if i % _LINES_PER_CHECK == _LINES_PER_CHECK - 1 and time.monotonic() > end:
-                return False
-        return True
+        return self.reader.is_complete
 
     def _add(self, line: dict[str, Any]) -> None:
         step = line["step"]

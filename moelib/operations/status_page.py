@@ -35,7 +35,7 @@ from moelib.train.run_log import CONFIG_FILE, EVENTS_FILE, read_events
 
 logger = logging.getLogger(__name__)
 
-_LOOPBACK = "127.0.0.1"
+_LOOPBACK = "127.0.0.1", "::1"
 # Files of a run that are shown; logs are those of `moelib launch`.
 _FILES = re.compile(
     rf"{re.escape(CONFIG_FILE)}|{METRICS_FILE}|{EVENTS_FILE}"
@@ -77,12 +77,14 @@ class StatusServer(ThreadingHTTPServer):
 
     def __init__(self, folder: str, port: int, host: str | None) -> None:
         """Binds the port. Arguments are those of `status_page`."""
-        self.folder, self.host = folder, host or _LOOPBACK
+        self.folder, self.host = folder, host or _LOOPBACK[0]
+        self.address_family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         self._views: dict[str, RunMetrics] = {}
         self._listed: dict[str, RunMetrics] = {}
-        self._lock = threading.Lock()
+        self._lock, self._list_lock = threading.Lock(), threading.Lock()
         super().__init__((self.host, port), _Handler)
-        self.url = f"http://{self.host}:{self.server_address[1]}"
+        name = f"[{self.host}]" if ":" in self.host else self.host
+        self.url = f"http://{name}:{self.server_address[1]}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Logs an error of a request, unless the browser has gone away."""
@@ -105,17 +107,18 @@ class StatusServer(ThreadingHTTPServer):
         runs = self.runs()
         if len(runs) == 1:
             return {"names": list(runs)}
-        described = []
-        with self._lock:
+        described, is_complete = [], True
+        end = time.monotonic() + _SECONDS_PER_READ
+        with self._list_lock:
             for name, path in runs.items():
                 reader = MetricsReader(path, only_last=True)
                 metrics = self._listed.setdefault(path, RunMetrics(reader, limit=0))
-                metrics.update()
+                is_complete &= metrics.update(end - time.monotonic())
                 described.append(describe_run(path, metrics, name))
         table = runs_table(described)
         columns = [name.removesuffix(">") for name in table.columns]
         shown = {"columns": columns, "rows": table.rows, "footnotes": table.footnotes}
-        return {"names": list(runs), **shown}
+        return {"names": list(runs), "is_complete": is_complete, **shown}
 
     def view(self, name: str) -> dict[str, Any] | None:
         """Returns what the page shows of a run, as JSON; None if there is no such run."""
@@ -253,7 +256,8 @@ class _Handler(BaseHTTPRequestHandler):
             host = urllib.parse.urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
             if host == "localhost":
                 return True
-            if self.server.host != _LOOPBACK and host in (self.server.host, socket.gethostname()):
+            names = self.server.host, self.server.server_name, socket.gethostname()
+            if self.server.host not in _LOOPBACK and host in map(str.lower, names):
                 return True
             return bool(ipaddress.ip_address(host))
         return False
@@ -312,11 +316,11 @@ def status_page(folder: str, port: int, host: str | None = None) -> Iterator[str
         server = StatusServer(folder, port, host)
     except (OSError, OverflowError) as error:
         raise UserError(
-            f"port {port} of {host or _LOOPBACK} cannot be used for the status page "
+            f"port {port} of {host or _LOOPBACK[0]} cannot be used for the status page "
             f"({error}); set another port, or 0 for any free one."
         ) from error
     with server:
-        if server.host not in (_LOOPBACK, "localhost"):
+        if server.host not in (*_LOOPBACK, "localhost"):
             logger.warning(
                 "%s: the status page has no authentication, so that everyone who reaches this "
                 "address can read config, metrics and logs of the runs below %s.",

@@ -57,10 +57,6 @@ class Failures:
         root = lambertw(-math.exp(-1 - self.save / self.mtbf)).real
         return max(self.mtbf * (1 + float(root)), self.write)
 
-    def young_interval(self) -> float:
-        """Returns Young's approximation of `best_interval`: sqrt(2 * save * mtbf)."""
-        return math.sqrt(2 * self.save * self.mtbf)
-
     def simulated_goodput(self, interval: float, seed: int = 0) -> float:
         """Returns the goodput of a simulated run of 20,000 intervals, event by event."""
         draw, steps = random.Random(seed), interval * _SIMULATED_INTERVALS
@@ -96,6 +92,8 @@ def goodput_table(
         costs: The costs of a failure and of a checkpoint; its `mtbf` is not used.
         interval: Seconds between checkpoints; None for the best of each number of devices.
     """
+    if interval is not None and not 0 < interval < math.inf:
+        raise UserError(f"interval={interval}: set a time above 0 s.")
     rows = []
     for number in num_devices:
         if number < 1:

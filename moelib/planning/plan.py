@@ -358,7 +358,6 @@ def _row_as_json(estimate: Estimate) -> dict[str, Any]:
     return {
         **_mesh_as_json(estimate),
         "batch_per_device": estimate.candidate.batch_per_device,
-        "rows": estimate.candidate.batch_per_device,  # Earlier name, for one version.
         "num_microbatches": estimate.candidate.num_microbatches,
         "remat": estimate.candidate.remat,
         "pipeline_schedule": getattr(estimate.candidate.schedule, "value", None),

@@ -45,6 +45,11 @@ def measured_step_seconds(cfg: Any, num_steps: int = 5) -> float:
         fit(cfg, trainer_dir=folder)
         lines = read_metrics(folder, ["step_seconds"])
         seconds = [line["step_seconds"] for line in lines if "step_seconds" in line]
+    if len(seconds) < _INTERVALS:
+        raise UserError(
+            f"num_steps={num_steps}: the run has {len(seconds)} of {_INTERVALS} intervals, as it "
+            "was stopped; measure again."
+        )
     return statistics.median(seconds[1:])
 
 

@@ -18,6 +18,7 @@ from moelib.core.routing_file import RoutingLog, list_data, list_logs, log_folde
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.train.identity import config_hash, saved_config
 from moelib.train.loading import as_mesh, load_model
+from moelib.train.model_files import check_tokenizers
 from moelib.train.routing_log import RoutingEvaler, is_complete
 from moelib.train.settings import completed
 
@@ -78,7 +79,9 @@ def write_missing_logs(
             writer = _writer_for(model, run, name, max_batches)
         name = writer.config.evaler
         with model.on_mesh():
-            writer.write(model.parameters, model.mesh, step=step)
+            record = newest_record(os.path.join(run, "checkpoints"), step)
+            run_mesh = record.mesh if record is not None else None
+            writer.write(model.parameters, model.mesh, step=step, run_mesh=run_mesh)
     if name is None and (logged := list_data(run)):
         raise UserError(f"{run} has routing logs of {', '.join(logged)}; name one (--evaler).")
     if name is None:
@@ -101,6 +104,9 @@ def _writer_for(model: Any, run: str, name: str | None, max_batches: int | None)
         name = cfg.evaler if cfg.evaler in names else _only(names)
     if name is None:
         raise UserError(f"{run} has the evalers {', '.join(names) or 'none'}; name one (--evaler).")
+    evaler = trainer_config.evalers.get(name)
+    if evaler is not None:  # Else an error of RoutingEvaler.
+        check_tokenizers(trainer_config.clone(input=evaler.input, evalers={}), run)
     logs = [step for step, complete in list_logs(run, name).items() if complete]
     if max_batches is None and logs:
         max_batches = RoutingLog(log_folder(run, name, logs[-1])).header.num_batches

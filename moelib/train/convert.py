@@ -1,7 +1,7 @@
 """Conversion between run folders and Hugging Face folders, and to plain tensors."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 from jax.sharding import Mesh
@@ -18,14 +18,11 @@ from moelib.checkpoint.safetensors import (
 )
 from moelib.core import storage
 from moelib.core.errors import UserError
-from moelib.core.files import atomic_file, copy_file, read_json, write_json
+from moelib.core.files import atomic_file, read_json, write_json
 from moelib.train.identity import CONFIG_FILE
 from moelib.train.loading import load_model, stop_ids_of_model, tokenizer_of_model
-from moelib.train.pretrained import CONFIG_FILE as HF_CONFIG_FILE
-from moelib.train.pretrained import FILES, load_pretrained, read_config, save_pretrained
+from moelib.train.pretrained import FILES, copy_files, load_pretrained, read_config, save_pretrained
 from moelib.train.trainer import SpmdTrainer
-
-_PUBLISHED = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 
 
 def from_hugging_face(
@@ -67,10 +64,9 @@ def from_hugging_face(
         ignore_settings=ignored,
         multi_token_prediction=multi_token_prediction,
     )
-    storage.make_folder(to)
     checkpoints = os.path.join(to, "checkpoints")
     writer = Checkpointer.default_config().set(dir=checkpoints).instantiate(parent=None)
-    _copy(FILES, folder, to)
+    copy_files(folder, to)
     text = SpmdTrainer.default_config().set(model=loaded.cfg).debug_string()
     files = file_sums(to, FILES)
     record = CheckpointRecord(step=0, arrays={}, config=text, files=files)
@@ -123,29 +119,21 @@ def to_hugging_face(
         skip_checksums=skip_checksums,
     )
     tokenizer, stop_ids = loaded.tokenizer, list(loaded.stop_ids)
-    published = read_json(os.path.join(trainer_dir, "config.json"))
-    if published:
-        settings = {name: published[name] for name in _PUBLISHED if name in published}
-    else:
-        settings = {"eos_token_id": tokenizer.eos_id} if tokenizer else {}
-        if loaded.max_length is not None:
-            settings["max_position_embeddings"] = loaded.max_length
-    architecture = save_pretrained(
+    settings = {"eos_token_id": tokenizer.eos_id} if tokenizer else {}
+    if loaded.max_length is not None:
+        settings["max_position_embeddings"] = loaded.max_length
+    return save_pretrained(
         to,
         loaded.model.config,
         loaded.parameters,
         dtype=dtype,
-        tokenizer_json=tokenizer.to_json() if tokenizer else None,
-        eos_token=tokenizer.config.eos_token if tokenizer else None,
-        published=published,
+        tokenizer=tokenizer,
+        files_of=trainer_dir,
         more_settings=settings,
         generation={"eos_token_id": stop_ids if len(stop_ids) > 1 else stop_ids[0]}
         if stop_ids
         else None,
     )
-    _copy([name for name in FILES if name != HF_CONFIG_FILE], trainer_dir, to)
-    add_sums(to, FILES)
-    return architecture
 
 
 TENSORS_FILE = "tensors.json"
@@ -180,9 +168,3 @@ def to_safetensors(
     write_json(os.path.join(to, TENSORS_FILE), {"step": record.step, "tensors": tensors})
     add_sums(to, [TENSORS_FILE])
     return record.step
-
-
-def _copy(names: Sequence[str], source: str, to: str) -> None:
-    for name in names:
-        if storage.exists(path := os.path.join(source, name)):
-            copy_file(path, os.path.join(to, name))

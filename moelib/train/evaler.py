@@ -143,11 +143,14 @@ class SpmdEvaler(Module):
                 "that contains text."
             )
 
+    def _step(self, params: Any, batch: Any) -> Any:
+        return self._step_fn(params, batch)
+
     def _compile(self, params: Any, batch: Any, mesh: jax.sharding.Mesh) -> Callable[..., Any]:
         names = tuple(batch)  # A task's incomplete batch has one more.
         if names not in self._compiled:
             replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-            jitted = jax.jit(self._step_fn, out_shardings=replicated)
+            jitted = jax.jit(self._step, out_shardings=replicated)
             self._compiled[names] = jitted.lower(params, batch).compile()
         return self._compiled[names]
 

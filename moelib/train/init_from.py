@@ -18,11 +18,11 @@ from moelib.checkpoint.restore import (
 )
 from moelib.core import storage, tree
 from moelib.core.config import REQUIRED, Configurable, Required, config_class, did_you_mean
+from moelib.core.config_paths import text_lines
 from moelib.core.errors import UserError
 from moelib.core.processes import gather_json
 from moelib.core.tree import Nested
 from moelib.train import pretrained
-from moelib.train.identity import config_values
 from moelib.train.rewind import INIT_FROM
 from moelib.train.state import TrainerState
 
@@ -61,6 +61,11 @@ class InitFrom(Configurable):
             return None
         chosen = [x["step"] for x in events if x["event"] == INIT_FROM and x["run"] == folder]
         return chosen[-1] if chosen else None
+
+    @property
+    def folder(self) -> str:
+        """The absolute folder of the weights."""
+        return self._named()[0]
 
     def _named(self) -> tuple[str, str]:
         """Returns the absolute folder, and "", "best" or a step."""
@@ -226,7 +231,7 @@ def _with_learner(state: TrainerState, learner: Any) -> TrainerState:
 def _best(checkpoints: str, newest: int) -> int:
     """Returns the step with the best metric of the run, by the config of its newest checkpoint."""
     record = CheckpointRecord.read(step_path(checkpoints, newest))
-    values = config_values(record.config)
+    values = text_lines(record.config)
     metric = ast.literal_eval(values.get("checkpointer.best_metric", "None"))
     mode = ast.literal_eval(values.get("checkpointer.best_mode", "'min'"))
     best = gather_json(metric and best_step(checkpoints, metric, mode))[0]

@@ -244,16 +244,21 @@ def stop_ids_of_model(folder: str, tokenizer: Tokenizer | None, vocab_size: int)
     Raises:
         UserError: If an id is not in the vocabulary.
     """
-    ids = {tokenizer.eos_id} if tokenizer else set()
-    for file in (pretrained.CONFIG_FILE, "generation_config.json"):
-        ends = _published(folder, "eos_token_id", None, file=file)
+    ids: set[int] = set()
+    for file in (pretrained.CONFIG_FILE, pretrained.GENERATION_FILE):
+        ends = _published(folder, "eos_token_id", [], file=file)
         ids |= set(ends if isinstance(ends, list) else [ends])
-    if beyond := [i for i in ids - {None} if i >= vocab_size]:
+    if beyond := [i for i in ids if i >= vocab_size]:
         raise UserError(
             f"{folder}: eos_token_id is {beyond[0]}, but the model has vocab_size={vocab_size}; "
-            f"correct it in {pretrained.CONFIG_FILE} or generation_config.json."
+            f"correct it in {pretrained.CONFIG_FILE} or {pretrained.GENERATION_FILE}."
         )
-    return tuple(sorted(ids - {None}))
+    if tokenizer and ids and tokenizer.eos_id not in ids:
+        logger.warning(
+            "%s: eos_token %r has id %d, but eos_token_id is %s: is this the right tokenizer?",
+            *(folder, tokenizer.eos_token, tokenizer.eos_id, sorted(ids)),
+        )
+    return tuple(sorted(ids | ({tokenizer.eos_id} if tokenizer else set())))
 
 
 def _published(folder: str, name: str, default: Any, *, file: str = pretrained.CONFIG_FILE) -> Any:

@@ -56,24 +56,23 @@ def as_metric(value: Any, weight: Any = 1.0) -> Any:
 
 
 def collect(
-    loss: WeightedScalar, metrics: Any, collection: Any, batch: Any, num_tokens: jax.Array
+    loss: WeightedScalar, metrics: Any, collection: Any, batch: Any, aux_loss: WeightedScalar
 ) -> dict[str, Metric]:
     """Returns all metrics of a forward pass by name.
 
     `loss` (nats per token) excludes auxiliary losses; `aux_loss` is their weighted sum;
     `bytes_per_token` is the mean length of a target in bytes of text. Each auxiliary loss,
-    unweighted, and each summary of a layer has its path as name, and is weighted by `num_tokens`.
+    unweighted, and each summary of a layer has its path as name, and is a mean over the tokens of
+    `aux_loss` unless it has its own number.
     """
-    found: dict[str, Metric] = {
-        "loss": loss,
-        "aux_loss": weighted(collection.total_aux_loss(), num_tokens),
-    }
+    found: dict[str, Metric] = {"loss": loss, "aux_loss": aux_loss}
     for name, value in tree.flatten_items(metrics, is_leaf=is_metric):
         found[name] = as_metric(value, loss.weight)
     for name, value in tree.flatten_items(collection.summaries, is_leaf=is_metric):
-        found[name] = as_metric(value, num_tokens)
+        found[name] = as_metric(value, aux_loss.weight)
     for name, value in tree.flatten_items(collection.aux_losses, is_leaf=is_aux_loss):
-        found[name] = as_metric(value.value, num_tokens)
+        weight = aux_loss.weight if value.num_tokens is None else value.num_tokens
+        found[name] = as_metric(value.value, weight)
     if "target_num_bytes" in batch:
         num_bytes = jnp.sum(batch["target_num_bytes"].astype(jnp.float32))
         found["bytes_per_token"] = weighted(num_bytes / jnp.maximum(loss.weight, 1.0), loss.weight)

@@ -29,7 +29,7 @@ from moelib.core.context import (
     prune_empty,
 )
 from moelib.core.errors import UserError
-from moelib.core.metrics import combine, empty, is_metric
+from moelib.core.metrics import combine, empty, is_metric, weighted
 from moelib.core.module import functional
 from moelib.core.param import ParameterSpec, specs_by_path
 from moelib.core.precision import gradient_dtype, read_parameters
@@ -162,7 +162,8 @@ class _Cut:
         """Returns the input of the first block, the auxiliary losses so far, and outputs."""
         before = self._before(outer, constants, micro)
         outputs = self._checked(before.outputs)
-        return (before.x, outputs.total_aux_loss() * micro["shares"][1]), outputs
+        total = outputs.total_aux_loss(micro["num_tokens"])
+        return (before.x, total * micro["shares"][1]), outputs
 
     def stage(
         self, params: Any, x: jax.Array, fixed: Any, constants: Any, micro: Any, blocks: Any
@@ -171,7 +172,7 @@ class _Cut:
         outer = constants["outer"]
         side_inputs = self._before(outer, constants, micro).side_inputs
         key = functools.reduce(fold_name, self.names, micro["key"])
-        run = functools.partial(self._block, key, side_inputs)
+        run = functools.partial(self._block, key, side_inputs, micro["num_tokens"])
         # The values that a conditional saves include weights, unless it is recomputed.
         in_branch = run if self.stack.config.remat else jax.checkpoint(run)
 
@@ -208,6 +209,7 @@ class _Cut:
         self,
         key: jax.Array,
         side_inputs: dict[str, Any],
+        num_tokens: jax.Array,
         x: jax.Array,
         params: Nested,
         fixed: Nested,
@@ -234,7 +236,7 @@ class _Cut:
         found = OutputCollection(*map(self._whole, found))
         after = updated(fixed, found.state_updates, params, self.learner)
         kept = found._replace(state_updates={}, module_outputs={})
-        return (x, found.total_aux_loss()), kept, after
+        return (x, found.total_aux_loss(num_tokens)), kept, after
 
     def last(self, outer: Nested, x: jax.Array, ending: Nested, constants: Any, micro: Any) -> Any:
         """Returns the objective after the blocks, and (outputs, `ending` after the pass)."""
@@ -257,7 +259,8 @@ class _Cut:
         ending = updated(ending, outputs.state_updates, outer, self.learner)
         outputs = outputs._replace(state_updates={}, module_outputs={})
         loss = as_metric(loss)
-        objective = jnp.stack([loss.mean, outputs.total_aux_loss()]) @ micro["shares"]
+        total = outputs.total_aux_loss(micro["num_tokens"])
+        objective = jnp.stack([loss.mean, total]) @ micro["shares"]
         return objective, ((loss, metrics, outputs), ending)
 
     def _checked(self, outputs: OutputCollection) -> OutputCollection:
@@ -337,7 +340,8 @@ def accumulate_in_pipeline(
     micro = split_batch(batch, num_microbatches)
     keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(num_microbatches))
     counts = lambda batch: jnp.stack(model.token_counts(batch))  # [2]
-    shares = jax.vmap(counts)(micro) / jnp.maximum(counts(batch), 1.0)[None]  # [M, 2]
+    of_each = jax.vmap(counts)(micro)  # [M, 2]
+    shares = of_each / jnp.maximum(counts(batch), 1.0)[None]
     done = run_pipeline(
         Functions(cut.first, cut.stage, cut.last),
         layout,
@@ -346,7 +350,7 @@ def accumulate_in_pipeline(
         outer,
         ending,
         {"fixed": fixed_outer, "outer": outer, "quantized": of_outer},
-        {"batch": micro, "shares": shares, "key": keys},
+        {"batch": micro, "shares": shares, "num_tokens": of_each[:, 1], "key": keys},
         layers=layers,
         uniform=uniform,
     )
@@ -354,12 +358,14 @@ def accumulate_in_pipeline(
     of_blocks = jax.tree.map(jax.vmap(placement.in_order, in_axes=1), done.stages)
 
     def metrics_of(each: Any) -> Any:
-        batch, shares, before, blocks, (loss, metrics, after) = each
+        batch, shares, num_tokens, before, blocks, (loss, metrics, after) = each
         outputs = OutputCollection(*map(tree.merge, before, blocks, after))
-        found = collect(loss, metrics, outputs, batch, model.token_counts(batch)[1])
-        return found, jnp.stack([loss.mean, outputs.total_aux_loss()]) @ shares
+        aux_loss = weighted(outputs.total_aux_loss(num_tokens), num_tokens)
+        found = collect(loss, metrics, outputs, batch, aux_loss)
+        return found, jnp.stack([loss.mean, aux_loss.mean]) @ shares
 
-    of_micro, objectives = jax.vmap(metrics_of)((micro, shares, done.first, of_blocks, done.last))
+    parts = micro, shares, of_each[:, 1], done.first, of_blocks, done.last
+    of_micro, objectives = jax.vmap(metrics_of)(parts)
     first = jax.tree.map(lambda a: a[0], of_micro)
     start = jax.tree.map(empty, first, is_leaf=is_metric)
     add = lambda sum, new: (jax.tree.map(combine, sum, new, is_leaf=is_metric), None)

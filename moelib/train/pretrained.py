@@ -15,17 +15,19 @@ import numpy as np
 
 from moelib.checkpoint.contents import CheckpointMismatchError
 from moelib.checkpoint.safetensors import TensorFolder, add_sums, write_tensors
-from moelib.core import tree
+from moelib.core import storage, tree
 from moelib.core.errors import UserError
-from moelib.core.files import atomic_file, read_json, write_json
+from moelib.core.files import copy_file, read_json, write_json
 from moelib.core.param import specs_by_path
 from moelib.core.tree import Nested
+from moelib.data.tokenizer import FILE_NAME, SETTINGS_FILE, Tokenizer
 from moelib.models.causal_lm import CausalLM
 from moelib.models.huggingface.families import (
     NoFamilyError,
     NotTheModelError,
     check_computes,
     may_drop,
+    published_settings,
     quantizes,
     read_model,
     settings_of,
@@ -43,14 +45,16 @@ from moelib.train.state import TrainerState, abstract_arrays
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
 FILES = (  # Files of a Hugging Face folder next to the tensors.
     CONFIG_FILE,
-    "tokenizer.json",
-    "tokenizer_config.json",
+    FILE_NAME,
+    SETTINGS_FILE,
     "special_tokens_map.json",
     "chat_template.jinja",
-    "generation_config.json",
+    GENERATION_FILE,
 )
+_TRAVEL = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -111,12 +115,6 @@ def load_pretrained(
     family, cfg = read_model(
         values, source, ignored=ignore_settings, multi_token_prediction=multi_token_prediction
     )
-    if values.get("num_nextn_predict_layers") and not multi_token_prediction:
-        logger.warning(
-            "The modules of multi-token prediction in %s are not read; multi_token_prediction=True "
-            "(moelib convert --multi_token_prediction) reads them.",
-            folder,
-        )
     if jnp.dtype(dtype) != jnp.float32:
         cfg = cfg.clone(dtype=str(jnp.dtype(dtype)))
     model = cfg.instantiate(parent=None)
@@ -174,11 +172,20 @@ def _read_tensors(folder: str, family: Family, model: CausalLM, targets: Nested)
     with TensorFolder(folder) as folder_tensors:
         tensors = Dequantized(folder_tensors)
         mappings, ignored = tensor_mappings(family, model), family.ignored(model.config)
+        present = tensors.keys()
+        unread = [name for name in present if any(re.fullmatch(p, name) for p in ignored)]
+        if unread:
+            logger.warning(
+                "The modules of multi-token prediction in %s, %d tensors, are not read; a model "
+                "with multi_token_prediction (moelib convert --multi_token_prediction) has them.",
+                folder,
+                len(unread),
+            )
         copies = family.copies(model.config)
         if model.config.lm_head is None:
             copies = {_HEAD: _EMBEDDING, **copies}
         for copy, name in copies.items():
-            if copy not in tensors.keys():  # noqa: SIM118, not a dict.
+            if copy not in present:
                 continue
             if not np.array_equal(tensors.read(copy), tensors.read(name)):
                 advice = (
@@ -201,9 +208,8 @@ def save_pretrained(
     params: Nested,
     *,
     dtype: Any = None,
-    tokenizer_json: str | None = None,
-    eos_token: str | None = None,
-    published: Mapping[str, Any] | None = None,
+    tokenizer: Tokenizer | None = None,
+    files_of: str | None = None,
     more_settings: Mapping[str, Any] | None = None,
     generation: Mapping[str, Any] | None = None,
     max_file_bytes: int = 2 << 30,
@@ -215,10 +221,10 @@ def save_pretrained(
         cfg: Config of the model.
         params: Parameters.
         dtype: Dtype to round to, except non-trainable parameters; None keeps each dtype.
-        tokenizer_json: Content of tokenizer.json.
-        eos_token: End-of-text token of the tokenizer.
-        published: The config.json from which the model was converted. It is written again, with
-            the new dtype, if it describes the model; else it is not used.
+        tokenizer: Tokenizer, which is written too.
+        files_of: Folder of the model that this one was trained from. Its files are written again,
+            `config.json` with the new dtype. Of a config.json that does not describe the model,
+            only token ids and max_position_embeddings are.
         more_settings: Further settings of config.json: token ids, max_position_embeddings.
         generation: Content of generation_config.json; None writes no such file.
         max_file_bytes: Size in bytes at which a new file of tensors starts.
@@ -227,13 +233,14 @@ def save_pretrained(
         FileExistsError: If the folder holds tensors.
         NoFamilyError: If transformers has no such model.
     """
+    published = read_json(os.path.join(files_of, CONFIG_FILE)) if files_of else {}
     try:
-        family, settings = _family_and_settings(cfg, published or {})
+        family, settings = _family_and_settings(cfg, published)
     except NoFamilyError:
         if cfg.multi_token_prediction is None:
             raise
         cfg = cfg.clone(multi_token_prediction=None)
-        family, settings = _family_and_settings(cfg, published or {})
+        family, settings = _family_and_settings(cfg, published)
         logger.warning(
             "multi_token_prediction is not written: %s has no such modules.", family.architecture
         )
@@ -255,18 +262,25 @@ def save_pretrained(
             yield name, np.zeros(shape, written)
 
     write_tensors(folder, tensors(), max_file_bytes=max_file_bytes)
-    settings = {**settings, **(more_settings or {}), "dtype": str(written)}
+    kept = {name: published[name] for name in _TRAVEL if name in published}
+    settings = {**settings, **(more_settings or {}), **kept, "dtype": str(written)}
     write_json(os.path.join(folder, CONFIG_FILE), settings)
     if generation is not None:
-        write_json(os.path.join(folder, "generation_config.json"), generation)
-    if tokenizer_json is not None:
-        with atomic_file(os.path.join(folder, "tokenizer.json")) as file:
-            file.write(tokenizer_json)
-        about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token}
-        about = {name: value for name, value in about.items() if value}
-        write_json(os.path.join(folder, "tokenizer_config.json"), about)
+        write_json(os.path.join(folder, GENERATION_FILE), generation)
+    if tokenizer is not None:
+        tokenizer.save(folder)
+    if files_of is not None:
+        copy_files(files_of, folder, without=CONFIG_FILE)
     add_sums(folder, FILES)
     return family.architecture
+
+
+def copy_files(source: str, to: str, *, without: str = "") -> None:
+    """Copies those of `FILES` that a folder has, except `without`."""
+    storage.make_folder(to)
+    for name in FILES:
+        if name != without and storage.exists(path := os.path.join(source, name)):
+            copy_file(path, os.path.join(to, name))
 
 
 def _warn_of_differences(cfg: CausalLM.Config) -> None:
@@ -288,13 +302,9 @@ def _family_and_settings(
     """Returns the family of a model and its config.json, the published one if it is the model's."""
     if published:
         try:
-            # Settings that moelib does not read were accepted when the model was converted.
-            family = check_computes(published, CONFIG_FILE, cfg, ignored=published)
+            return published_settings(published, cfg)
         except UserError as error:
             logger.warning("The published config.json is not kept: %s", error)
-        else:
-            dropped = ("quantization_config", "torch_dtype")
-            return family, {n: x for n, x in published.items() if n not in dropped}
     family, settings = settings_of(cfg)
     names = {"architectures": [family.architecture], "model_type": family.model_type}
     # Without nulls the class's own ids apply, such as OLMoE's pad_token_id=1, which never trains.

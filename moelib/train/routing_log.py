@@ -23,7 +23,7 @@ from moelib.core import precision
 from moelib.core.config import InstantiableConfig, config_class, config_for_function, did_you_mean
 from moelib.core.errors import MissingFileError, UserError
 from moelib.core.module import Module, functional, nowrap
-from moelib.core.processes import gather_json
+from moelib.core.processes import gather_json, on_process_0
 from moelib.core.routing_file import (
     LayerSizes,
     RoutingHeader,
@@ -42,6 +42,7 @@ from moelib.layers.base import BaseLayer
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.recording import RecordedRouting, recording_routing
 from moelib.models.multi_token_prediction import MULTI_TOKEN
+from moelib.parallel.sharding import current_rules
 from moelib.train.identity import check_inputs
 from moelib.train.state import batch_sharding
 
@@ -121,7 +122,8 @@ class RoutingEvaler(Module):
     def should_log(self, *, step: int, unless_complete: bool = False) -> bool:
         """Returns whether the policy selects this step, and its log is missing if that matters."""
         due = self._policy(step=step, summaries={})
-        return due and not (unless_complete and is_complete(self._folder(step)))
+        is_missing = lambda: not is_complete(self._folder(step))
+        return due and (not unless_complete or on_process_0(is_missing))
 
     @nowrap
     def open_input(self) -> None:
@@ -135,6 +137,7 @@ class RoutingEvaler(Module):
         mesh: jax.sharding.Mesh,
         *,
         step: int,
+        run_mesh: Mapping[str, int] | None = None,
         on_batch: Callable[[int], None] | None = None,
     ) -> str:
         """Writes the log of a step, and returns its folder; all processes must call it.
@@ -145,6 +148,7 @@ class RoutingEvaler(Module):
             params: Parameters of the model.
             mesh: The mesh that they are sharded over.
             step: Step of the parameters.
+            run_mesh: Sizes of the mesh axes in training; None for those of `mesh`.
             on_batch: Function called after each batch with the number of the batch, from 0.
 
         Raises:
@@ -164,7 +168,7 @@ class RoutingEvaler(Module):
             if on_batch is not None:
                 on_batch(number)
         all_files = files.gathered(folder)
-        cfg = self._input_config
+        cfg, sizes = self._input_config, run_mesh or dict(mesh.shape)
         dtype = self._trainer.train_dtype or self.model.config.dtype or "float32"
         header = RoutingHeader(
             step=step,
@@ -177,7 +181,7 @@ class RoutingEvaler(Module):
             itemsize=jnp.dtype(dtype).itemsize,
             config_hash=self._digest,
             input=self._input.identity,
-            mesh=dict(mesh.shape),
+            mesh={axis: sizes[axis] for axis in current_rules()["batch"] if axis in sizes},
             files=all_files,
         )
         done = _Files()
@@ -311,11 +315,14 @@ def discard_after(run: str, step: int) -> None:
     Those that `moelib analyze` wrote of other data, or of a run that writes none, are emptied too:
     after a rewind, a checkpoint of the same step may have other parameters.
     """
-    if jax.process_index() == 0:
+
+    def discard() -> None:
         for data in list_data(run):
             for later in list_logs(run, data):
                 if later > step:
                     clear_log(log_folder(run, data, later))
+
+    on_process_0(discard)
 
 
 def is_complete(folder: str, num_batches: int | None = None) -> bool:

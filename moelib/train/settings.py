@@ -26,7 +26,7 @@ from moelib.train import gradient_noise
 logger = logging.getLogger(__name__)
 
 # Settings that a resumed run may change if `accept_changes` names them: all further steps differ.
-ACCEPTABLE = ("schedule", "train_dtype", "accumulation", "config")
+ACCEPTABLE = ("schedule", "train_dtype", "accumulation", "config", "tokenizer")
 
 
 def check_config(cfg: Any) -> None:

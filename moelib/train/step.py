@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from moelib.core import precision, tree
 from moelib.core.errors import UserError
-from moelib.core.metrics import MaxScalar, reading
+from moelib.core.metrics import MaxScalar, reading, weighted
 from moelib.core.module import functional
 from moelib.core.param import specs_by_path
 from moelib.core.tree import Batch, Nested
@@ -54,8 +54,10 @@ def make_train_step(
     `gradient_noise.estimates`.
 
     Raises:
-        UserError: If `log_gradient_noise` is set in a pipeline, or without micro-batches.
+        UserError: If `log_gradient_noise` is set in a pipeline, or without micro-batches; or if
+            gradients would be float16.
     """
+    precision.check_gradients(model.create_parameter_specs_recursively(), train_dtype)
     if pipeline is None:
         run = functools.partial(_accumulate, log_gradient_noise)
     else:
@@ -205,8 +207,11 @@ def _forward(
     loss, metrics = outputs
     loss = as_metric(loss)
     counts = _token_counts(model, batch)
-    found = collect(loss, metrics, collection, batch, loss.weight if counts is None else counts[1])
-    return loss.mean, collection.total_aux_loss(), (found, collection.state_updates)
+    num_tokens = None if counts is None else counts[1]
+    total = collection.total_aux_loss(num_tokens)
+    aux_loss = weighted(total, loss.weight if num_tokens is None else num_tokens)
+    found = collect(loss, metrics, collection, batch, aux_loss)
+    return loss.mean, total, (found, collection.state_updates)
 
 
 def _token_counts(model: Any, batch: Batch) -> tuple[jax.Array, jax.Array] | None:

@@ -19,6 +19,7 @@ from moelib.core import tree
 from moelib.core.config import (
     REQUIRED,
     DType,
+    FunctionConfig,
     InstantiableConfig,
     Required,
     config_class,
@@ -27,9 +28,9 @@ from moelib.core.config import (
 from moelib.core.errors import UserError
 from moelib.core.module import Module, nowrap
 from moelib.core.param import is_spec
-from moelib.data.input import Input, batch_spec, save_tokenizer
+from moelib.core.processes import agreed, on_process_0
+from moelib.data.input import Input, batch_spec
 from moelib.data.prefetch import HostRows, host_rows, row_sharding
-from moelib.data.tokenizer import FILE_NAME, SETTINGS_FILE
 from moelib.layers.kernel_backends import kernel_backends, warn_unused_backends
 from moelib.layers.kernel_check import check_kernels
 from moelib.learner.learner import Learner
@@ -60,8 +61,11 @@ from moelib.train.init_from import InitFrom
 from moelib.train.input_state import gather_input_state, input_state_of
 from moelib.train.loop import TrainLoop
 from moelib.train.memory import check_memory
+from moelib.train.model_files import check_tokenizers, save_tokenizer
 from moelib.train.no_gradient import warn_without_gradient
 from moelib.train.pipeline import PipelineConfig, stack_of, warn_empty_stages
+from moelib.train.pretrained import FILES, copy_files, state_from_hugging_face
+from moelib.train.readable import check_readable
 from moelib.train.routing_log import RoutingEvaler
 from moelib.train.run_folder import locked_folders
 from moelib.train.settings import (
@@ -148,7 +152,8 @@ class SpmdTrainer(Module):
         dir: Required[str] = REQUIRED  # Folder of the run.
         # Accepted differences from the run in `dir` that change all further steps: "schedule"
         # (max_step or decay_steps), "train_dtype", "accumulation" (num_microbatches), "config"
-        # (settings that determine the numbers of a run). None accepts nothing.
+        # (settings that determine the numbers of a run). Also "tokenizer": the input has another
+        # one than the initial weights or an evaler. None accepts nothing.
         accept_changes: Sequence[str] | None = None
         # Step whose checkpoint the run resumes from, once; later ones are moved aside. None resumes
         # from the newest.
@@ -448,8 +453,8 @@ class SpmdTrainer(Module):
 
     def _save_tokenizer(self) -> None:
         """Writes the input's tokenizer into the folder of the run, and hashes its files."""
-        if save_tokenizer(self.config.input, self.config.dir) or not self._file_sums:
-            self._file_sums = file_sums(self.config.dir, (FILE_NAME, SETTINGS_FILE))
+        if save_tokenizer(self.config) or not self._file_sums:
+            self._file_sums = file_sums(self.config.dir, FILES)
 
     @nowrap
     def save_checkpoint(
@@ -464,8 +469,7 @@ class SpmdTrainer(Module):
         Raises:
             UserError: If a folder of the run was moved, or its lock removed.
         """
-        for check in self._check_locks:
-            check()
+        on_process_0(lambda: [check() for check in self._check_locks])
         record = CheckpointRecord(
             step=self.step,
             arrays={},
@@ -615,29 +619,33 @@ class SpmdTrainer(Module):
             CheckpointSaveError: If the last checkpoint could not be written.
         """
         cfg = self.config
-        is_writer = jax.process_index() == 0
         self._account = self._new_account()
         check_job()
         with contextlib.ExitStack() as stack:
             check_processes(cfg)
             stack.enter_context(self.on_mesh())
             _ = self.batch_sharding  # Refuses a mesh that does not divide the batch.
+            # The functions of a task are passed again wherever its weights are read.
+            if cfg.checkpointer is not None and not isinstance(self.model, Task):
+                check_readable(cfg, self.trainer_state_specs.model)
             if not cfg.skip_kernel_check:
                 check_kernels(cfg.train_dtype)
             saver = None if cfg.checkpointer is None else self.checkpointer
             checked = None
-            if is_writer:
+
+            def lock() -> None:
                 folders = locked_folders(cfg.dir, None if saver is None else saver.dir)
                 self._check_locks = stack.enter_context(folders)
-                self._account.start()
+
+            on_process_0(lock)
             if saver is not None:
                 saver.remove_unfinished()
                 checked = rewind.rewind(cfg, saver, self._host_rows, self.mesh().shape)
-                if checked is None and saver.latest_step() is not None:
-                    checked = self._check_directory(newest_record(saver.dir))
+                if checked is None:
+                    checked = agreed(self._check_newest)
+            self._account.start()
             self._start(prng_key, checked)
-            if is_writer:
-                write_config(cfg, cfg.dir)
+            on_process_0(lambda: write_config(cfg, cfg.dir))
             self.summary_writer.write_text(self.step, "config", cfg.debug_string())
             return self._take_steps(prng_key)
 
@@ -653,11 +661,16 @@ class SpmdTrainer(Module):
             watchdog.beat(self.step)
             step = self.restore_checkpoint()
             if step is None:
-                _ = self.input  # Opened first: missing data is an error before computations.
+                # Opened first: missing data is an error before computations.
+                weights = self._weights_folder()
+                agreed(lambda: self.input)
+                fits = agreed(lambda: check_tokenizers(self.config, weights))
                 if self._init_from is not None and not self._origin:
                     earlier = self._init_from.earlier_step(rewind.course_of(self.config.dir))
                     self._origin = {} if earlier is None else {"step": earlier}
                 self.init(prng_key)
+                if weights is not None and fits:
+                    on_process_0(lambda: copy_files(weights, self.config.dir))
                 if self._origin and jax.process_index() == 0:
                     self._account.note(rewind.INIT_FROM, **self._origin)
                     logger.warning("The run starts from %(run)s, step %(step)s.", self._origin)
@@ -667,12 +680,21 @@ class SpmdTrainer(Module):
                     "(--trainer_dir) to start from it.",
                     *(self.config.init_from.run, self.config.dir, step),
                 )
+            if step is not None and step < self.config.max_step:
+                check_tokenizers(self.config, self.config.dir)
             if self._restored is not None and step != checked:  # Local, or before a damaged one.
                 self._check_directory(self._restored.record)
         if self.config.checkpointer is not None and self.checkpointer.local is not None:
             self.checkpointer.local.delete_after(self.step)
         self._account.resume(self.step, time.perf_counter() - begin)
         self.summary_writer.resume(self.step)
+
+    def _weights_folder(self) -> str | None:
+        """Returns the folder whose weights a new run starts from, if there is one."""
+        builder = self.config.init_state_builder
+        if isinstance(builder, FunctionConfig) and builder.fn is state_from_hugging_face:
+            return builder.folder
+        return None if self._init_from is None else self._init_from.folder
 
     def _take_steps(self, prng_key: jax.Array | int | None) -> dict[str, Any]:
         """Runs the loop, again from the newest checkpoint after each bad step to take again."""
@@ -710,6 +732,13 @@ class SpmdTrainer(Module):
 
     def _new_account(self) -> TimeAccount:
         return TimeAccount(self.config.dir, self.summary_writer.config.jsonl_path)
+
+    def _check_newest(self) -> int | None:
+        """Checks that the newest checkpoint is this run's; returns its step, None without any."""
+        saver = self.checkpointer
+        if saver.latest_step() is None:
+            return None
+        return self._check_directory(newest_record(saver.dir))
 
     def _check_directory(self, record: CheckpointRecord | None) -> int | None:
         """Checks that a checkpoint is this run's, and returns its step."""

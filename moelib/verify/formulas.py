@@ -201,9 +201,9 @@ def _within_capacity(cfg: MoELayer.Config, ids: np.ndarray, mask: np.ndarray) ->
     if (capacity := capacity_of(cfg.dispatcher)) is None:
         return kept
     factor, num_blocks = capacity[0], capacity[1] or cfg.num_experts
-    most = max(1, math.ceil(factor * ids[0].size / num_blocks))
     for sequence, own in zip(kept, ids * num_blocks // cfg.num_experts, strict=True):
-        room = np.full(num_blocks, most)
+        balanced = sequence.sum() / num_blocks  # Without padding.
+        room = np.full(num_blocks, max(1, math.ceil(factor * balanced - 1e-4)))
         for at in np.argwhere(sequence):
             block = own[tuple(at)]
             sequence[tuple(at)] = room[block] > 0

@@ -153,8 +153,14 @@ class Plain:
         loss = _weighted([out["loss"].mean for out in outs], labels)
         terms, metrics = {"loss": loss}, {"loss": loss}
         for path, weight in weights.items():
-            value = _weighted([out["aux_losses"][path].value for out in outs], tokens)
-            terms[path], metrics[path] = np.sum(value * weight), value
+            losses, share = [out["aux_losses"][path] for out in outs], 1.0
+            counts = tokens
+            if losses[0].num_tokens is not None:
+                counts = np.array([loss.num_tokens for loss in losses])
+                if hasattr(self.model, "token_counts"):
+                    share = counts.sum(0) / max(tokens.sum(), 1.0)
+            value = _weighted([loss.value for loss in losses], counts)
+            terms[path], metrics[path] = np.sum(value * weight * share), value
         for path, first in outs[0]["metrics"].items():
             found = [out["metrics"][path] for out in outs]
             if isinstance(first, MaxScalar):

@@ -43,9 +43,8 @@ def plant(run, step, ids, tokens, *, mask=None, num_experts=4, processes=1, **fi
         num_batches=1,
         itemsize=2,
         input={"seed": 0},
-        mesh={},
         files=files,
-        **{"vocab_size": 10, "config_hash": "abc"} | fields,
+        **{"vocab_size": 10, "config_hash": "abc", "mesh": {}} | fields,
     )
     write_header(folder, header)
     return folder

@@ -136,6 +136,17 @@ def test_budgets_are_groups_of_neighbors():
     assert [group.tolist() for group in groups] == [[1, 3], [0, 2]]
 
 
+def test_budgets_too_close_to_tell_apart_are_named_and_not_used():
+    """Neighbors of eight budgets 1.2 apart are of one budget, all of them are not."""
+    flops, n, losses = parabolas()
+    close = np.repeat(1e12 * 1.2 ** np.arange(8), 5)
+    sizes, loss = np.tile(np.geomspace(1e5, 1e6, 5), 8), np.tile([2.1, 2.02, 2, 2.02, 2.1], 8)
+    fit = fit_isoflop(np.r_[flops, close], np.r_[n, sizes], np.r_[losses, loss])
+    assert "factor of 3.58" in fit.parabolas[-1].problem  # 1.2^7.
+    assert [p.parameters is None for p in fit.parabolas] == [False, False, False, True]
+    assert fit.law.exponent == pytest.approx(0.6, rel=1e-3)
+
+
 def test_a_power_law_requires_two_budgets():
     with pytest.raises(UserError, match="2 minima at one budget"):
         fit_power_law([1e9, 1.1e9], [1e3, 1e3])

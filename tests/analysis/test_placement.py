@@ -69,7 +69,7 @@ class Identity:
         return None
 
 
-def test_predicted_rows_are_those_that_the_ragged_exchange_sends(monkeypatch):
+def test_predicted_rows_are_those_that_the_ragged_exchange_sends(monkeypatch, tmp_path):
     sizes, gather_sizes = [], dispatch_ragged.gather_sizes
 
     def recording(sent, axes):
@@ -96,6 +96,18 @@ def test_predicted_rows_are_those_that_the_ragged_exchange_sends(monkeypatch):
     rows = placement.rows_sent(LOGGED, placement.contiguous(E, 4), outer=2)
     np.testing.assert_array_equal(np.asarray(sent)[:, 0].sum(0), rows)
     assert 0 < placement.remote(rows) < rows.sum()
+    mesh = {"data": 2, "expert": 4, "fsdp": 1}
+    log = plant(tmp_path, 1, LOGGED, np.zeros((B, S)), mask=MASK, num_experts=E, mesh=mesh)
+    found = placement.replay(RoutingLog(log), LAYER, [], [4])["expert_parallel"]["4"]["trainer"]
+    assert found["rows_per_token"] * MASK.sum() == pytest.approx(placement.remote(rows))
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "around"), [(4, (2, 3)), (1, (8, 3)), (8, (1, 3)), (3, (8, 1)), (5, (1, 1))]
+)
+def test_the_other_axes_get_the_devices_that_expert_does_not_take(num_devices, around):
+    mesh = {"data": 2, "expert": 4, "fsdp": 3}
+    assert placement.parts_around(mesh, num_devices) == around
 
 
 def operands_of(name, jaxpr):
@@ -140,16 +152,28 @@ def test_experts_used_together_share_a_device():
     """Tokens go to experts i and i + 4, which the trainer holds on two devices."""
     first = np.arange(400).reshape(8, 50, 1) % 4
     ids = np.concatenate([first, first + 4], -1).astype(np.uint8)
-    devices = placement.propose_placement(routing_counts.coactivation(ids.reshape(-1, 2), 8), 4)
+    together = routing_counts.coactivation(ids.reshape(-1, 2), 8)
+    devices = placement.propose_placement(together, np.ones((8, 4), np.int64))
     assert sorted(devices) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert (devices[:4] == devices[4:]).all()
     assert placement.rows_sent(ids, devices).sum() == 8 * 50  # Each token travels once.
 
 
+def test_experts_are_put_where_their_tokens_are(tmp_path):
+    """Sequences of device d go to experts e and e + 4 alone: no row has to travel."""
+    first = np.array([2, 2, 0, 0, 3, 3, 1, 1]).reshape(8, 1, 1)
+    ids = np.broadcast_to(np.concatenate([first, first + 4], -1), (8, 5, 2))
+    log = RoutingLog(plant(tmp_path, 1, ids, np.zeros((8, 5)), num_experts=8))
+    found = placement.replay(log, LAYER, [], [4])["expert_parallel"]["4"]
+    assert found["proposed"]["devices"] == [1, 3, 0, 2, 1, 3, 0, 2]
+    assert (found["trainer"]["rows_per_token"], found["proposed"]["rows_per_token"]) == (2, 0)
+
+
 @pytest.mark.parametrize("seed", range(5))
-def test_a_proposed_placement_is_never_worse(tmp_path, seed):
+def test_a_proposed_placement_is_never_worse_and_close_to_the_best(tmp_path, seed):
     rng = np.random.default_rng(seed)
-    ids = np.argsort(rng.random((8, 12, 8)) + np.linspace(0, 1, 8), -1)[..., :2]
+    by_sequence = rng.random((8, 1, 8))
+    ids = np.argsort(rng.random((8, 12, 8)) + by_sequence + np.linspace(0, 0.3, 8), -1)[..., :2]
     log = RoutingLog(plant(tmp_path, 1, ids, np.zeros((8, 12)), num_experts=8))
     found = placement.replay(log, LAYER, [1.0], [2, 3, 4])["expert_parallel"]
     assert set(found) == {"2", "4"}  # 3 divides neither experts nor batch.
@@ -158,6 +182,13 @@ def test_a_proposed_placement_is_never_worse(tmp_path, seed):
             assert each["proposed"][name] <= each["trainer"][name] + 1e-9
         rows = each["trainer"]["rows_per_token"] * 96
         assert each["trainer"]["bytes_per_batch"] == pytest.approx(rows * 8 * 2, rel=1e-4)
+    load = np.bincount(ids.reshape(-1), minlength=8)
+    splits = [np.isin(np.arange(8), half) * 1 for half in itertools.combinations(range(8), 4)]
+    most = max(load[:4].sum(), load[4:].sum())  # Of a device, in the trainer's placement.
+    allowed = [x for x in splits if max(load @ x, load @ (1 - x)) <= most]
+    best = min(placement.remote(placement.rows_sent(ids, x)) for x in allowed)
+    rows = {name: round(x["rows_per_token"] * 96) for name, x in found["2"].items()}
+    assert rows["trainer"] - rows["proposed"] >= 0.9 * (rows["trainer"] - best)
 
 
 def test_devices_that_do_not_divide_are_refused():

@@ -117,15 +117,37 @@ def test_a_host_that_shuts_down_lets_the_run_save(tmp_path):
     assert (code / "calls").read_text().count("moelib train") == 1
 
 
-def test_the_bundle_is_the_current_folder_without_outputs(tmp_path, monkeypatch):
+_KEY = '{"type": "service_account", "private_key": "x"}'
+_SENT = {"my_model.py": "", "my/runs/x.py": "", "sub/a.py": "", "data.json": "{}"}
+_SECRETS = {".ssh/id": "", ".aws/x": "", ".netrc": "", ".env": "", "a/b.pem": "", "my/k.json": _KEY}
+_OUTPUTS = {"runs/a/x": "", "out/small/bundle.tar.gz": ""}
+
+
+@pytest.mark.parametrize("in_git", [True, False])
+def test_code_is_sent_but_no_secret_and_no_output(tmp_path, monkeypatch, capsys, in_git):
     monkeypatch.chdir(tmp_path)
-    for name in ("my_model.py", "runs/a/x", ".git/x", "jobs/small/x", "my/runs/x.py", ".env"):
+    wheel = {"dist/m.whl": ""}
+    for name, text in {**_SENT, **_SECRETS, **_OUTPUTS, **wheel, "gone.py": ""}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("")
-    subprocess.run(job().commands()[0], check=True)
-    with tarfile.open("jobs/small/bundle.tar.gz") as bundle:
+        (tmp_path / name).write_text(text)
+    if in_git:
+        (tmp_path / ".gitignore").write_text("dist\nignored\n")
+        (tmp_path / "ignored").write_text("")
+        for command in ("init -q .", "init -q sub", "add gone.py my_model.py"):
+            subprocess.run(["git", *command.split()], check=True)
+    (tmp_path / "gone.py").unlink()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/gcloud").write_text("#!/bin/sh\n")
+    (tmp_path / "bin/gcloud").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    assert job(folder="out/small", package="./dist/m.whl[tpu]").launch() == 0
+    with tarfile.open("out/small/bundle.tar.gz") as bundle:
         files = {member.name for member in bundle if member.isfile()}
-    assert files == {"./my_model.py", "./my/runs/x.py"}
+    expected = {f"./{x}" for x in (*_SENT, *wheel, "bin/gcloud", *[".gitignore"] * in_git)}
+    assert files == expected
+    out = capsys.readouterr().out
+    assert "my_model.py" in out
+    assert "my/k.json" in out.partition("Not sent: ")[2]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +158,6 @@ def test_the_bundle_is_the_current_folder_without_outputs(tmp_path, monkeypatch)
         ({"accelerator_type": "v6e"}, "accelerator_type='v6e'"),
         ({"bucket": "b/jobs"}, "bucket='b/jobs'.*gs://"),
         ({"runtime_version": "a b"}, "runtime_version='a b'"),
-        ({"env": {"A-B": ""}}, "env has 'A-B'"),
         ({"num_processes": 4}, "num_processes=4"),
         ({"num_slices": 0}, "num_slices=0"),
         ({"spot": True, "reserved": True}, "spot and reserved"),

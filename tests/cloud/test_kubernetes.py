@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 
+from cloud.bundle import EXCLUDED
 from cloud.kubernetes import KubernetesJob
 from moelib.cli.main import run
 from moelib.core.errors import UserError
@@ -243,11 +244,19 @@ def test_the_command_prints_the_manifest_and_what_to_run(capsys):
     assert '"--trainer_dir=/runs/small"' in out
 
 
+def test_an_image_with_the_key_of_an_account_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my-project.json").write_text('{"private_key": "x"}')
+    with pytest.raises(UserError, match=r"my-project\.json"):
+        job(build=True).commands()
+
+
 def test_an_image_is_built_before_the_job_is_created():
     build, push, apply = job(**_TPU, build=True).commands()
     dockerfile = pathlib.Path(build[build.index("--file") + 1])
     assert "EXTRA=tpu,gcs,s3" in build
-    assert "runs/" in dockerfile.with_name("Dockerfile.dockerignore").read_text().split()
+    ignored = dockerfile.with_name("Dockerfile.dockerignore").read_text().splitlines()[1:]
+    assert ignored == [*(f"**/{name}" for name in EXCLUDED), "runs/", "jobs/", "tmp/"]
     assert push == ["docker", "push", "r/m:1"]
     assert apply[0] == "kubectl"
 

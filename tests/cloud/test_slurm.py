@@ -27,7 +27,7 @@ def test_the_script_asks_for_nodes_and_gpus():
         time_limit="2-00:00:00",
         env={"NCCL_DEBUG": "WARN ING"},
         setup=["module load cuda"],
-        options=["--exclusive"],
+        options=["--exclusive", "--comment='a # b'"],
     )
     lines = text.splitlines()
     for line in (
@@ -38,6 +38,7 @@ def test_the_script_asks_for_nodes_and_gpus():
         "#SBATCH --signal=TERM@120",
         "#SBATCH --requeue",
         "#SBATCH --exclusive",
+        "#SBATCH --comment='a # b'",
         "export NCCL_DEBUG='WARN ING'",
         "module load cuda",
     ):
@@ -100,10 +101,12 @@ def test_time_limits_of_slurm_are_accepted(limit):
     [
         ({"num_processes": 9, "processes_per_node": 8}, "num_processes=9 .*processes_per_node=8"),
         ({"options": ["exclusive"]}, "options='exclusive'"),
+        ({"options": ["--nice\ntouch x"]}, r"options='--nice\\ntouch x'"),
+        ({"options": ["--comment='a"]}, "options="),
         ({"partition": "a b"}, "partition='a b'"),
+        ({"name": "it's"}, "name=.it's"),
+        ({"account": "a#b"}, "account='a#b'"),
         ({"time_limit": "1h"}, "time_limit='1h'.*HH:MM:SS"),
-        ({"time_limit": "1:2:3"}, "time_limit='1:2:3'"),
-        ({"env": {"A B": ""}}, "env has 'A B'"),
         ({"folder": 'a"b'}, 'a"b'),
         ({"name": "x\n#SBATCH --uid=0"}, "name="),
     ],

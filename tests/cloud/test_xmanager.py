@@ -46,7 +46,6 @@ def test_the_script_adds_one_job(monkeypatch):
         ({"num_processes": 2}, "num_processes=2"),
         ({"max_restarts": 3}, "max_restarts=3"),
         ({"gpus": 0}, "gpus=0"),
-        ({"env": {"A B": ""}}, "env has 'A B'"),
     ],
 )
 def test_what_xmanager_cannot_do_is_refused(fields, message):

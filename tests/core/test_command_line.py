@@ -30,8 +30,8 @@ class Flags(Shared):
     rate: float | None = flag(None, "Items per second.")
     backend: Literal["cpu", "gpu"] | None = flag(None, "Platform.")
     names: tuple[str, ...] = flag((), "Names.", split=True)
-    verbose: bool = flag(False, "Print more.", old_name="talk")
-    keep: tuple[str, ...] = flag((), "Names.", old_name="hold")
+    verbose: bool = flag(False, "Print more.")
+    keep: tuple[str, ...] = flag((), "Names.")
 
 
 def test_every_kind_of_flag_is_parsed():
@@ -49,13 +49,6 @@ def test_every_kind_of_flag_is_parsed():
     assert rest == ["z"]
     assert parse_flags(Flags, []) == (Flags(), [])
     assert parse_flags(Flags, ["--names=x,,y,"])[0].names == ("x", "y")
-
-
-def test_earlier_names_of_flags_are_accepted_with_a_warning(capsys):
-    flags, rest = parse_flags(Flags, ["--talk", "--hold=a=b", "--hold", "c", "hold"])
-    assert (flags.verbose, flags.keep, rest) == (True, ("a=b", "c"), ["hold"])
-    assert parse_flags(Flags, ["--notalk"])[0] == Flags()
-    assert capsys.readouterr().err.count("--talk is now --verbose") == 2
 
 
 @pytest.mark.parametrize(

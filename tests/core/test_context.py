@@ -399,6 +399,18 @@ def test_the_total_of_auxiliary_losses_is_float32():
     assert (total.dtype, float(total)) == (jnp.float32, 0.5)
 
 
+def test_losses_of_parts_of_micro_batches_add_up_to_sums_over_the_tokens_of_the_batch():
+    # Two layers see 1 of 2 and 3 of 6 tokens; each token's loss is its number.
+    losses = [np.array([[1.0], [2.0]]), np.array([[3.0, 4.0, 8.0], [5.0, 6.0, 10.0]])]
+    total = 0.0
+    for part, num_tokens in zip(losses, (2, 6), strict=True):
+        counts = jnp.full(2, part.shape[1], jnp.float32)
+        loss = AuxLoss(jnp.asarray(part.mean(1)), jnp.full(2, 0.1), counts)
+        micro = OutputCollection({}, {}, {}, {"a": {"x": loss}})
+        total += num_tokens / 8 * micro.total_aux_loss(jnp.float32(num_tokens))
+    np.testing.assert_allclose(total, 0.1 * sum(part.sum() for part in losses) / 8, rtol=1e-6)
+
+
 def test_names_give_different_keys():
     key = jax.random.key(0)
     keys = {tuple(jax.random.key_data(fold_name(key, f"layer{i}")).tolist()) for i in range(50)}

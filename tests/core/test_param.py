@@ -64,9 +64,3 @@ def test_is_spec():
 def test_batch_axes_are_those_of_independent_parameters(shape, fan_axes, batch):
     spec = ParameterSpec(shape, (None,) * len(shape), fan_axes=fan_axes)
     assert spec.batch_axes == batch
-
-
-@pytest.mark.parametrize(("castable", "cast"), [(False, "NEVER"), (True, "STEP")])
-def test_the_earlier_field_of_casts_names_the_new_one(castable: bool, cast: str):
-    with pytest.raises(UserError, match=rf"castable={castable}; set cast=Cast\.{cast}"):
-        ParameterSpec((2,), (None,), castable=castable)

@@ -10,6 +10,7 @@ from moelib.core.precision import (
     cast_floats,
     cast_parameters,
     check_float,
+    check_gradients,
     compute_dtype,
     gradient_dtype,
     read_parameters,
@@ -31,6 +32,13 @@ def spec(dtype="float32", **fields):
 def test_dtypes_that_nothing_computes_in_are_refused(dtype, cure):
     with pytest.raises(UserError, match=f"train_dtype is {dtype}, .* set {cure}"):
         check_float("train_dtype", dtype)
+
+
+@pytest.mark.parametrize(("stored", "train_dtype"), [("float16", None), ("float32", "float16")])
+def test_gradients_in_float16_are_refused(stored, train_dtype):
+    check_gradients({"weight": spec("bfloat16"), "norm": spec(cast=Cast.NEVER)}, None)
+    with pytest.raises(UserError, match=f"is {train_dtype} .* layer/weight is {stored}"):
+        check_gradients({"layer": {"weight": spec(stored)}}, train_dtype)
 
 
 def test_floats_of_16_bits_or_more_are_allowed():

@@ -177,7 +177,9 @@ def _check(name: str, text: str, encoded: list[int]) -> None:
         return encode(text)
 
     pieces = encode_in_pieces(counted, text.encode(), 700, "a.jsonl")
-    assert list(itertools.chain.from_iterable(pieces)) == whole, text
+    texts, ids = zip(*pieces, strict=True)
+    assert "".join(texts) == text
+    assert list(itertools.chain.from_iterable(ids)) == whole, text
 
 
 @pytest.mark.parametrize("name", _TOKENIZERS)

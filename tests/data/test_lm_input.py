@@ -166,28 +166,6 @@ def test_the_order_of_a_mixtures_sources_has_no_effect():
     assert _first_batches(a.iterator()) == _first_batches(b.iterator())
 
 
-@pytest.mark.parametrize("names", [["a", "b"], ["b", "a"]])
-def test_a_run_of_an_earlier_version_keeps_the_order_in_which_its_sources_were_listed(
-    names: list[str],
-):
-    # Earlier versions drew sources in the order of the config, which their states list.
-    lm_input = _in_order(_mixed(), ["b", "a"]).instantiate()
-    expected = lm_input.iterator().state()["input"]
-    old = {
-        **expected,
-        "source": {name: expected["source"][name] for name in names},
-        "weights": {name: expected["weights"][name] for name in names},
-    }
-    iterator = lm_input.iterator()
-    iterator.restore(json.loads(json.dumps({"step": 0, "input": old})))
-    batches = _first_batches(iterator)
-    assert (batches == _first_batches(lm_input.iterator())) == (names == ["a", "b"])
-    assert [ids[0] >= 500 for ids in batches] == [names[0] == "b"] * 6
-    later = lm_input.iterator()  # The order survives another checkpoint.
-    later.restore(json.loads(json.dumps(iterator.state())))
-    assert _first_batches(later) == _first_batches(iterator)
-
-
 def test_a_mixtures_epoch_reads_every_source():
     lm_input = _mixed(global_batch_size=1).instantiate()
     batches = [lm_input.batch(step) for step in range(lm_input.sequences_per_epoch)]

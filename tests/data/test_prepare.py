@@ -1,6 +1,5 @@
 import dataclasses
 import errno
-import json
 import multiprocessing
 import os
 import pathlib
@@ -11,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from moelib.core.config import config_class
 from moelib.core.directory_lock import DirectoryInUseError, directory_lock
@@ -22,7 +23,7 @@ from moelib.data.json_lines import JsonLines
 from moelib.data.prepare import prepare
 from moelib.data.source import BadRecordError, BadRecords, InMemorySource, Part, Source
 from moelib.data.token_store import TokenStore
-from moelib.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
+from moelib.data.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer, train_bpe
 
 TEXTS = [f"Text number {i}, " * (1 + i % 5) for i in range(40)]
 
@@ -93,6 +94,49 @@ def test_empty_documents_and_bad_records_are_counted(tmp_path: pathlib.Path, tok
     store = prepare(source, tokenizer, str(tmp_path / "store"), skip_bad_records=True)
     meta = store.meta
     assert (meta.num_documents, meta.num_empty, meta.num_bad_records) == (1, 1, 1)
+
+
+def _lossy(folder: pathlib.Path, unknown: str | None, normalizer: Any = None) -> Tokenizer:
+    """Returns a tokenizer of the characters "a" to "z" and the space."""
+    vocab = {token: i for i, token in enumerate("abcdefghijklmnopqrstuvwxyz ?")}
+    made = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token=unknown))
+    made.normalizer = normalizer
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    made.decoder = decoders.Fuse()
+    made.add_special_tokens([END_OF_TEXT])
+    made.save(str(folder / "lossy.json"))
+    return Tokenizer.default_config().set(path=str(folder / "lossy.json")).instantiate()
+
+
+@pytest.mark.parametrize(
+    ("unknown", "normalizer", "text", "lost"),
+    [
+        ("?", None, "caf\u00e9 \u6771", 2 + 3),  # UTF-8: two and three bytes.
+        (None, None, "caf\u00e9 \u6771", 2 + 3),
+        (None, normalizers.Lowercase(), "The End", 2),
+        (None, normalizers.Strip(), " end  ", 3),
+    ],
+)
+@pytest.mark.parametrize("piece_bytes", [1 << 17, 2])
+def test_a_tokenizer_that_loses_text_is_refused_unless_accepted(
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    unknown: str | None,
+    normalizer: Any,
+    text: str,
+    lost: int,
+    piece_bytes: int,
+):
+    monkeypatch.setattr(prepare_part, "PIECE_BYTES", piece_bytes)
+    tokenizer, out = _lossy(tmp_path, unknown, normalizer), str(tmp_path / "store")
+    with pytest.raises(UserError, match=f"loses {lost} of .*accept_lossy_tokenizer"):
+        prepare(_source([text, "the end"]), tokenizer, out)
+    monkeypatch.setattr(prepare_part, "tokenize_part", None)  # The part is finished.
+    prepare(_source([text, "the end"]), tokenizer, out, accept_lossy_tokenizer=True)
+    monkeypatch.undo()
+    prepare(_source([text, "z" * 100 * lost]), tokenizer, out + "2")
+    assert caplog.text.count(f"loses {lost} of") == 2
 
 
 def test_a_source_without_text_is_refused(tmp_path: pathlib.Path, tokenizer: Tokenizer):
@@ -332,22 +376,6 @@ def test_a_copied_corpus_is_known_by_its_text(
         prepare(_write_corpus(tmp_path / "there", last="END"), tokenizer, path)
     with pytest.raises(FileExistsError, match="different source"):
         prepare(_write_corpus(tmp_path / "there", last="longer"), tokenizer, path)
-
-
-def test_a_store_of_an_older_version_is_known_by_its_files_alone(
-    tmp_path: pathlib.Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
-):
-    path = tmp_path / "store"
-    source = _write_corpus(tmp_path / "here")
-    prepare(source, tokenizer, str(path))
-    meta = json.loads((path / "meta.json").read_text())
-    for name in ("source_class", "source_bytes", "text_hash", "block_hashes", "digest"):
-        del meta[name]
-    (path / "meta.json").write_text(json.dumps(meta))
-    prepare(source, tokenizer, str(path)).verify()
-    assert "is prepared already" in capsys.readouterr().err
-    with pytest.raises(FileExistsError, match="different source"):
-        prepare(_write_corpus(tmp_path / "there"), tokenizer, str(path))
 
 
 def test_pythons_own_library_may_be_upgraded(

@@ -80,6 +80,7 @@ def test_a_part_leaves_its_tokens_lengths_and_bytes(folder: str, tokenizer: Toke
         sha256=hashlib.sha256(np.array(expected, "<u2").tobytes()).hexdigest(),
         text_sha256=text_hash.hexdigest(),
         block_hashes={name: hash_blocks(os.path.join(folder, name)) for name in names},
+        lost_characters={},
     )
 
 

@@ -36,7 +36,7 @@ def mesh(name: str, num_devices: int = 1) -> Mesh:
 
 def traffic(program: Program) -> tuple[int, int, int]:
     """Returns launches, bytes of their operands and results, and those outside Pallas kernels."""
-    launches, moved, outside = 0, 0, 0
+    launches, moved, outside = 0.0, 0.0, 0.0
     for computation, each in program.unfused():
         if each.opcode in _FREE:
             continue
@@ -45,7 +45,7 @@ def traffic(program: Program) -> tuple[int, int, int]:
         launches += computation.executions
         moved += own
         outside += 0 if library(each) == "mosaic gpu" else own
-    return launches, moved, outside
+    return round(launches), round(moved), round(outside)
 
 
 def printed(module: str, *arguments: str) -> str:

@@ -1,6 +1,7 @@
 """Optimizer state in 8 bits and in bfloat16: error bounds, rounding, steps of optimizers."""
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -249,6 +250,26 @@ def test_a_moment_that_no_optimizer_has_is_an_error(optimizer, field):
     learner = learner_of(optimizer=fn, **{field: MomentFormat.BFLOAT16})
     with pytest.raises(UserError, match=rf"learner\.{field} is MomentFormat.BFLOAT16"):
         learner.state_specs()
+
+
+class ScaleByAdamState(NamedTuple):
+    """Has the name of a class of Optax, and other contents."""
+
+    mu: Any
+
+
+def test_state_that_is_no_known_moment_stays_in_float32_with_a_warning(caplog):
+    sums = optax.GradientTransformation(
+        lambda params: ScaleByAdamState(jax.tree.map(jnp.zeros_like, params)),
+        lambda updates, state, params=None: (updates, state),
+    )
+    optimizer = config_for_function(lambda: optax.chain(optax.adam(0.1), sums))
+    learner = learner_of(optimizer=optimizer, first_moment=MomentFormat.BFLOAT16)
+    state = jax.eval_shape(learner.init, {k: np.zeros(x, np.float32) for k, x in SHAPES.items()})
+    jax.eval_shape(learner.init, {k: np.zeros(x, np.float32) for k, x in SHAPES.items()})
+    moments = optax.tree.get_all_with_path(state.optimizer, "mu")
+    assert {str(moment["w"].dtype) for _, moment in moments} == {"bfloat16", "float32"}
+    assert caplog.text.count("stay in float32") == 1
 
 
 def test_stochastic_rounding_of_float32_is_refused():

@@ -181,9 +181,14 @@ def test_number_is_a_schedule():
             r"warmup_steps.*10.*max_step.*10",
         ),
         (lambda: schedules.inverse_sqrt(1.0, warmup_steps=0), r"warmup_steps.*0"),
+        (lambda: schedules.constant(-1.0), r"peak_lr is -1\.0"),
+        (lambda: schedules.constant(math.nan), "peak_lr is nan"),
+        (lambda: schedules.cosine(-1.0, max_step=10), r"peak_lr is -1\.0"),
+        (lambda: schedules.linear(0.1, max_step=10, end_lr=0.2), r"0\.1 and end_lr is 0\.2"),
+        (lambda: schedules.inverse_sqrt(1.0, warmup_steps=1, end_lr=-1.0), r"end_lr is -1\.0"),
     ],
 )
-def test_bad_lengths_are_refused(make, message):
+def test_bad_lengths_and_rates_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 

@@ -37,6 +37,22 @@ def test_results_that_share_required_arrays_are_one_group():
     assert _groups([0b001, 0b010, 0, 0b011, 0b100, 0b100]) == [(0b011, [0, 1, 3]), (0b100, [4, 5])]
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_parameters_that_are_updated_together_are_counted(wrapped, caplog):
+    optimizer = optax.adam(0.1)
+    if wrapped:  # One condition, on all gradients, around all updates.
+        optimizer = optax.apply_if_finite(optimizer, 3)
+    params = {"a": jnp.ones(3), "b": jnp.ones(2)}
+
+    def update(params, gradients, state):
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, {}
+
+    run = lambda p, s: streamed_update(update, p, p, offload.to_host(s))
+    jax.eval_shape(run, params, optimizer.init(params))
+    assert ("updates 2 parameters together" in caplog.text) == wrapped
+
+
 def test_a_metric_computed_from_moments_is_refused():
     params, state = {"w": jnp.ones(3)}, {"m": jnp.ones(3)}
 

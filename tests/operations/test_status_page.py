@@ -75,6 +75,18 @@ def test_several_runs_are_listed_also_new_ones(tmp_path):
         assert json.loads(get(url, "/run.json?run=b%2Fc")[2])["step"] == 20
 
 
+def test_a_list_of_long_runs_is_read_over_several_requests(tmp_path, monkeypatch):
+    """Of 100 lines of each run, a request reads at least 20."""
+    monkeypatch.setattr("moelib.operations.status_page._SECONDS_PER_READ", -1)
+    for name in "ab":
+        write_run(tmp_path / name, 50, max_step=500)
+    with status_page(str(tmp_path), 0) as url:
+        found = [json.loads(get(url, "/runs.json")[2]) for _ in range(6)]
+    assert [x["is_complete"] for x in found] == [False] * 5 + [True]
+    rows = [[row[x] for x in (2, 4, 6)] for row in found[-1]["rows"]]
+    assert rows == [["500 / 500", "480.0000", "500,000"]] * 2
+
+
 def test_files_of_the_run_are_sent_as_text(url):
     status, headers, body = get(url, "/file?run=a&name=config.txt")
     assert (status, body) == (200, b"max_step: 30\nnote: '<script>alert(1)</script>'\n")
@@ -127,6 +139,24 @@ def test_only_get_and_head_are_answered(url, method):
 def test_names_of_other_sites_are_refused(url, host, status):
     found = [get(url, path, Host=host)[0] for path in ("/", "/runs.json", "/file?run=a&name=x")]
     assert found == [status, status, 404 if status == 200 else status]
+
+
+def test_an_address_of_ipv6_is_bound(tmp_path, caplog):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no ::1")
+    with status_page(str(tmp_path), 0, "::1") as url:
+        assert re.fullmatch(r"http://\[::1\]:\d+", url)
+        assert get(url, "/", Host=url.removeprefix("http://"))[0] == 200
+    assert not caplog.text  # Others cannot reach it.
+
+
+def test_the_full_name_of_this_machine_is_no_other_site(tmp_path, monkeypatch):
+    monkeypatch.setattr("socket.getfqdn", lambda *_: "Node1.cluster.example")
+    with status_page(str(tmp_path), 0, "127.0.0.2") as url:
+        hosts = "node1.cluster.example:80", "evil.example"
+        assert [get(url, "/", Host=host)[0] for host in hosts] == [200, 403]
 
 
 def test_the_policy_allows_the_own_script_and_nothing_else(url):

@@ -29,7 +29,7 @@ pytestmark = [
 def test_the_step_of_experts_over_a_host_compiles(topology, mesh_shape, kernels, tmp_path):
     cfg = flame_moe.tiny().set(mesh_shape=mesh_shape, train_dtype="bfloat16")
     dumps = tmp_path / "dump"
-    options = CompileOptions(cache_dir=None, dump_dir=str(dumps))
+    options = CompileOptions(dump_dir=str(dumps))
     outcome = compile_in_subprocess(cfg, topology, options, name="tiny")
     assert outcome.report is not None, outcome.failure
     assert outcome.report.memory.peak > outcome.report.memory.arguments > 0

@@ -44,7 +44,7 @@ def _hidden(text):
 @pytest.mark.slow
 def test_a_pass_of_a_pair_computes_under_the_transfers_of_the_other(tmp_path):
     pytest.importorskip("libtpu")
-    options = CompileOptions(cache_dir=None, dump_dir=str(tmp_path))
+    options = CompileOptions(dump_dir=str(tmp_path))
     outcome = compile_in_subprocess(_step(), "v6e:2x2", options, name="pair")
     assert outcome.report is not None, outcome.failure
     first, second = _hidden((tmp_path / "hlo_optimized.txt").read_text()).values()

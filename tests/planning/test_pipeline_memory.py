@@ -10,7 +10,7 @@ from moelib.layers.remat import remat as recompute
 from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.parallel.pipeline.ticks import ticks_of
-from moelib.planning.compiled.in_subprocess import CompileOptions, compile_in_subprocess
+from moelib.planning.compiled.in_subprocess import compile_in_subprocess
 from moelib.planning.estimate.activations import NONE
 from moelib.planning.estimate.candidates import current_candidate, rules_of
 from moelib.planning.estimate.estimate import Estimator
@@ -30,7 +30,7 @@ def compiled(topology, schedule, axes, *, num_layers, dim, seq_len, batch_size, 
     cfg.input.set(seq_len=seq_len, global_batch_size=8 * batch_size)
     cfg.set(num_microbatches=8, pipeline_schedule=schedule)
     cfg.set(mesh_shape=mesh_shape_from_axes(**axes))
-    outcome = compile_in_subprocess(cfg, topology, CompileOptions(cache_dir=None), name="step")
+    outcome = compile_in_subprocess(cfg, topology, name="step")
     assert outcome.report is not None, outcome.failure
     return cfg, outcome.report
 

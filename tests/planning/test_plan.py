@@ -97,7 +97,7 @@ def test_a_nearly_full_device_does_not_fit(share, fits):
 def test_the_best_are_compiled_with_their_candidates_config(outcomes, tmp_path):
     waiting, calls = outcomes
     waiting += [Outcome(make_report()), Outcome(None, "it crashed", {"trace": 0.5})]
-    options = CompileOptions({"xla_a": "1"}, 60.0, str(tmp_path), str(tmp_path / "dump"))
+    options = CompileOptions({"xla_a": "1"}, 60.0, str(tmp_path / "dump"))
     found = plan(tiny_moe.config(), "v6e:2x2", num_compiled=2, compile_options=options, name="tiny")
     for i, ((cfg, where, own, name), row) in enumerate(zip(calls, found.rows, strict=False), 1):
         assert (where, name) == ("v6e:2x2", "tiny")

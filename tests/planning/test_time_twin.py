@@ -5,6 +5,7 @@ import pytest
 from experiments import flame_moe
 from moelib.core.errors import UserError
 from moelib.layers.moe.layer import MoELayer
+from moelib.planning import time_twin as time_twin_lib
 from moelib.planning.time_twin import measured_step_seconds, time_twin
 from tests import tiny
 
@@ -43,3 +44,9 @@ def test_a_time_that_no_width_has_is_an_error():
 def test_steps_are_measured_without_the_data(tmp_path):
     cfg = tiny.trainer_config(tmp_path, max_step=1, save_every=1, evaler=False)
     assert 0 < measured_step_seconds(cfg, num_steps=2) < 60
+
+
+def test_a_measurement_that_was_stopped_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(time_twin_lib, "fit", lambda cfg, trainer_dir: None)
+    with pytest.raises(UserError, match="num_steps=2"):
+        measured_step_seconds(tiny.trainer_config(tmp_path, evaler=False), num_steps=2)

@@ -45,6 +45,7 @@ def make_hub(folder):
         "pair": [text, other],
         "special_tokens": {END_OF_TEXT: {"id": END_OF_TEXT, "ids": [256], "tokens": [END_OF_TEXT]}},
     }
+    file.write_text(json.dumps(content))
     cfg = tiny.dense_model(288, num_layers=2, dim=8)
     params = tiny.initial(cfg.instantiate(parent=None))
     save_pretrained(
@@ -52,8 +53,7 @@ def make_hub(folder):
         cfg,
         params,
         dtype="bfloat16",
-        tokenizer_json=json.dumps(content),
-        eos_token=END_OF_TEXT,
+        tokenizer=Tokenizer.default_config().set(path=str(file)).instantiate(),
         more_settings={"eos_token_id": 256, "max_position_embeddings": 40},
         generation={"eos_token_id": [256, 7]},
     )

@@ -7,8 +7,9 @@ from moelib.checkpoint.contents import RECORD_FILE
 from moelib.checkpoint.policy import every_n_steps_policy
 from moelib.core.config import config_for_function
 from moelib.core.errors import UserError
-from moelib.core.routing_file import list_logs
+from moelib.core.routing_file import RoutingLog, list_logs, log_folder
 from moelib.layers.transformer import LoopStack
+from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.train.checkpoint_routing import expected_steps, write_missing_logs
 from moelib.train.identity import write_config
 from moelib.train.routing_log import RoutingEvaler
@@ -38,7 +39,8 @@ def test_expected_steps_are_those_of_the_log_or_of_checkpoints_that_are_all_kept
 def test_a_checkpoint_that_cannot_be_read_is_named_and_the_others_are_logged(tmp_path):
     cfg = config(tmp_path, max_step=2)
     cfg.checkpointer.set(keep_last_n=None).save_policy.n = 1
-    trainer = cfg.instantiate(parent=None, devices=jax.devices()[:1])
+    cfg.mesh_shape = mesh_shape_from_axes(expert=2)
+    trainer = cfg.instantiate(parent=None, devices=jax.devices()[:2])
     trainer.init()
     for step in (1, 2):
         trainer.step = step
@@ -52,3 +54,5 @@ def test_a_checkpoint_that_cannot_be_read_is_named_and_the_others_are_logged(tmp
     assert name == "val"  # The only one.
     assert list(missing) == [1]
     assert list_logs(str(tmp_path), "val") == {2: True}
+    header = RoutingLog(log_folder(str(tmp_path), "val", 2)).header
+    assert header.mesh == {"data": 1, "expert": 2, "fsdp": 1}  # Read on one device.

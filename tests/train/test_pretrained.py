@@ -18,17 +18,19 @@ from safetensors.numpy import load_file, save_file
 
 from experiments import flame_moe
 from moelib.checkpoint.contents import CheckpointMismatchError
+from moelib.checkpoint.safetensors import TensorFolder
 from moelib.core import tree
 from moelib.core.config import config_for_function
 from moelib.core.errors import UserError
 from moelib.core.param import is_spec
+from moelib.data.tokenizer import ByteTokenizer, read_tokenizer
 from moelib.layers.moe.balance import BalanceScope, LoadBalanceLoss
 from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
 from moelib.layers.quantization import Quantization
 from moelib.layers.transformer import LoopStack
 from moelib.learner.learner import LearnerState
 from moelib.models.huggingface.families import NoFamilyError, settings_of
-from moelib.models.huggingface.quantized import dequantize, scaled
+from moelib.models.huggingface.quantized import Dequantized, dequantize, scaled
 from moelib.models.huggingface.tensors import TensorMismatchError
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.train.pretrained import (
@@ -95,19 +97,14 @@ def test_what_is_written_from_a_mesh_reads_back(family, tmp_path):
         str(tmp_path / "out"),
         made.cfg,
         made.params,
-        tokenizer_json='{"version": "1.0"}',
-        eos_token="<end>",
+        tokenizer=(tokenizer := ByteTokenizer.default_config().instantiate()),
         more_settings={"eos_token_id": 7},
         generation={"eos_token_id": 7},
         max_file_bytes=20_000,
     )
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     assert json.loads((tmp_path / "out/generation_config.json").read_text()) == {"eos_token_id": 7}
-    assert (tmp_path / "out/tokenizer.json").read_text() == '{"version": "1.0"}'
-    assert json.loads((tmp_path / "out/tokenizer_config.json").read_text()) == {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<end>",
-    }
+    assert read_tokenizer(str(tmp_path / "out")).fingerprint == tokenizer.fingerprint
     back = load_pretrained(str(tmp_path / "out"))
     assert back.cfg == made.cfg
     assert back.settings["eos_token_id"] == 7
@@ -193,6 +190,19 @@ def test_how_it_trains_changes_no_architecture():
 # -- Training that begins with them ----------------------------------------------------------------
 
 
+@pytest.mark.slow
+def test_training_moves_no_balancing_bias_that_was_read(tmp_path):
+    folder = str(FIXTURES / "deepseek_v3")
+    cfg, _ = read_config(folder)
+    builder = config_for_function(state_from_hugging_face).set(folder=folder)
+    trainer = trainer_of(cfg, tmp_path, init_state_builder=builder, max_step=2)
+    trainer.run()
+    router = trainer.trainer_state.model["decoder"]["repeated0"]["feed_forward"]["router"]
+    tensors = load_file(f"{folder}/model.safetensors")
+    biases = [tensors[f"model.layers.{n}.mlp.gate.e_score_correction_bias"] for n in (1, 2)]
+    np.testing.assert_array_equal(router["bias_balancing"]["bias"], biases)
+
+
 def trainer_of(model, folder, **fields):
     return trainer_config(str(folder)).set(model=model, **fields).instantiate(parent=None)
 
@@ -255,16 +265,26 @@ def test_a_tied_model_may_hold_its_head_twice(tmp_path):
         load_pretrained(str(folder))
 
 
-def test_yarn_multiplies_scores_by_mscale_all_dim_independent_of_mscale(tmp_path):
-    folder = copy_of("deepseek_v3", tmp_path / "model")
-    factors = []
-    for mscale in (0.707, None):
-        rope = {"rope_type": "yarn", "factor": 40.0, "mscale": mscale, "mscale_all_dim": 0.707}
-        rope |= {"rope_theta": 1e4, "original_max_position_embeddings": 16}
-        change(folder, rope_parameters=rope)
-        attention = read_config(str(folder))[0].decoder.block[0].self_attention
-        factors.append(attention.score_factor)
-    assert factors[0] == factors[1] > 1.5
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("rope", "factor"),
+    [  # (0.1 x 0.707 x ln 40 + 1)^2, for every type but the default.
+        ({"rope_type": "yarn", "mscale": 0.707}, 1.589626),
+        ({"rope_type": "yarn"}, 1.589626),
+        ({"rope_type": "linear"}, 1.589626),
+        ({"rope_type": "llama3"}, 1.589626),
+        ({"rope_type": "default"}, 1.0),
+    ],
+    ids=str,
+)
+def test_mscale_all_dim_multiplies_the_scores(family, rope, factor, tmp_path, caplog):
+    folder = copy_of(family, tmp_path / "model")
+    sizes = {"original_max_position_embeddings": 16, "factor": 40.0, "mscale_all_dim": 0.707}
+    change(folder, rope_parameters={**rope, **sizes})
+    cfg, _ = read_config(str(folder))
+    assert cfg.decoder.block[0].self_attention.score_factor == pytest.approx(factor, rel=1e-6)
+    assert ("'mscale_all_dim'" in caplog.text) == (rope["rope_type"] == "default")
+    assert settings_of(cfg)[0].model_type == family
 
 
 def test_a_float16_that_would_be_infinite_is_refused(tmp_path):
@@ -319,11 +339,9 @@ def test_a_run_of_another_model_is_told_what_differs(tmp_path):
         ("qwen3_moe", {"decoder_sparse_step": 0}, r"decoder_sparse_step=0"),
         ("qwen3_moe", {"num_experts_per_tok": "2"}, r"(?s)config\.json: .*'2'"),
         ("llama3", {"rope_parameters": "yarn"}, r"rope_parameters='yarn'"),
-        (
-            "llama3",
-            {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-            r"rope_parameters.*rope_scaling",
-        ),
+        ("llama3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "high_freq_factor"),
+        ("llama3", {"rope_theta": 1e4}, r"rope_theta .*500000\.0 .*10000\.0"),
+        ("llama3", {"rope_parameters": {"type": "linear", "rope_type": "yarn"}}, "yarn.*linear"),
         ("mixtral", {"sliding_window": 8}, r"sliding_window=8; .*None"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 2}, r"layer_types='sliding_att"),
         (
@@ -354,6 +372,20 @@ def test_settings_that_are_not_known_are_named(family, settings, message, tmp_pa
         ),
         ("mixtral", {"rope_parameters": ..., "rope_theta": ...}, {"rope.theta": 1e6}),
         ("gpt_oss", {"rope_parameters": ...}, {"rope.theta": 150000.0, "rope.factor": 32.0}),
+        (
+            "gpt_oss",
+            {"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 4}},
+            {"rope.theta": 150000.0, "rope.factor": 4.0},
+        ),
+        (
+            "llama3",
+            {
+                "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+                "rope_scaling": {"type": "linear", "factor": 4},
+                "rope_theta": 10000,
+            },
+            {"rope.theta": 1e4, "rope.factor": 4.0},
+        ),
         (
             "llama3",
             {
@@ -390,7 +422,7 @@ def test_a_setting_can_be_declared_to_change_nothing(tmp_path):
     found = load_pretrained(str(folder), ignore_settings=["new_thing"])
     assert found.cfg == want.cfg
     assert (
-        save_pretrained(str(tmp_path / "out"), found.cfg, found.params, published=found.settings)
+        save_pretrained(str(tmp_path / "out"), found.cfg, found.params, files_of=folder)
         == "LlamaForCausalLM"
     )
     assert read_settings(str(tmp_path / "out"))["new_thing"] == 3
@@ -472,14 +504,22 @@ def test_the_published_config_is_written_back_while_it_describes_the_model(tmp_p
     change(folder, eos_token_id=[7, 8], router_aux_loss_coef=0.02, torch_dtype="bfloat16")
     made = load_pretrained(str(folder))
     published = read_settings(str(folder))
-    settings, _ = round_trip(made.cfg, tmp_path / "same", published=published)
-    assert settings == {n: x for n, x in published.items() if n != "torch_dtype"} | {
-        "dtype": "float32"
-    }
+    settings, _ = round_trip(made.cfg, tmp_path / "same", files_of=str(folder))
+    older = {"rope_theta": 10000.0, "rope_scaling": None}  # As earlier versions read it.
+    published.pop("torch_dtype")
+    assert settings == published | {"dtype": "float32"} | older
     made.cfg.decoder.num_layers += 1
-    settings, back = round_trip(made.cfg, tmp_path / "other", published=published)
+    settings, back = round_trip(made.cfg, tmp_path / "other", files_of=str(folder))
     assert settings["num_hidden_layers"] == back.decoder.num_layers == made.cfg.decoder.num_layers
     assert "decoder.num_layers" in caplog.text
+
+
+def test_modules_that_were_not_read_are_not_in_the_config_that_is_written(tmp_path):
+    folder = copy_of("deepseek_v3", tmp_path / "model")
+    change(folder, num_nextn_predict_layers=1)
+    made = load_pretrained(str(folder))
+    settings, _ = round_trip(made.cfg, tmp_path / "out", files_of=str(folder))
+    assert settings["num_nextn_predict_layers"] == 0
 
 
 def test_initial_parameters_are_freed_before_weights_are_read(tmp_path):
@@ -568,8 +608,13 @@ def test_layers_of_deepseek_that_predict_a_second_token_are_skipped_with_a_warni
     tensors["model.layers.3.eh_proj.weight"] = np.zeros((2, 2), np.float32)
     save_file(tensors, folder / "model.safetensors")
     made = load_pretrained(str(folder))
-    check_equal(made.params, load_pretrained(str(FIXTURES / "deepseek_v3")).params)
-    assert "1 tensors" in caplog.text
+    assert "1 tensors, are not read" in caplog.text
+    caplog.clear()
+    change(folder, num_nextn_predict_layers=1)
+    tensors.pop("model.layers.3.eh_proj.weight")
+    save_file(tensors, folder / "model.safetensors")
+    check_equal(made.params, load_pretrained(str(folder)).params)
+    assert "not read" not in caplog.text  # transformers 5 writes the setting without modules.
 
 
 def test_a_folder_that_is_none_is_named(tmp_path):
@@ -614,14 +659,41 @@ def test_deepseek_v3_is_read_from_fp8(tmp_path):
     want = load_pretrained(str(folder)).params
     save_file(stored, folder / "model.safetensors")
     about = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    change(folder, quantization_config=about | {"activation_scheme": "dynamic"})
+    change(folder, quantization_config=about | {"scale_fmt": "ue8m0"})
     check_equal(load_pretrained(str(folder)).params, want)
 
     change(folder, quantization_config=about | {"activation_scheme": "static"})
     with pytest.raises(ValueError, match=r"quantization_config=.*'static'"):
         load_pretrained(str(folder))
-    with pytest.raises(ValueError, match=r"w \(160, 200\).*scales \(1, 2\)"):
-        scaled(np.ones((160, 200)), np.ones((1, 2), np.float32), "w")
+    ignore = ["quantization_config"]
+    check_equal(load_pretrained(str(folder), ignore_settings=ignore).params, want)
+
+    name = "model.layers.0.self_attn.q_b_proj.weight"
+    dequantized = stored | {name: exact[name]}
+    stored.pop(name + "_scale_inv")
+    for tensors in (dequantized, stored):
+        save_file(tensors, folder / "model.safetensors")
+        with pytest.raises(TensorMismatchError, match=rf"{name} .* {name}_scale_inv"):
+            load_pretrained(str(folder), ignore_settings=ignore)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((1, 2), np.float32), ((2, 2), np.uint8)], ids=["shape", "dtype"]
+)
+def test_scales_of_another_shape_or_dtype_are_refused(shape, dtype):
+    with pytest.raises(ValueError, match=r"w \(160, 200\).*scales \(.*, 2\)"):
+        scaled(np.ones((160, 200)), np.ones(shape, dtype), "w")
+
+
+def test_scales_that_are_exponents_are_powers_of_two(tmp_path):
+    """Codes of a byte each: 1.0 and -1.5 in E4M3; 2^-3 and 2^4 in E8M0, whose bias is 127."""
+    codes = np.repeat(np.array([[0x38], [0xBC]], np.uint8), 200, axis=1)
+    tensors = {"w": codes.view(ml_dtypes.float8_e4m3fn)}
+    tensors["w_scale_inv"] = np.array([[124, 131]], np.uint8).view(ml_dtypes.float8_e8m0fnu)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with TensorFolder(str(tmp_path)) as folder:
+        values = Dequantized(folder).read("w")
+    np.testing.assert_array_equal(values[:, 127:129], [[0.125, 16.0], [-0.1875, -24.0]])
 
 
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]  # OCP MX 1.0, table 5.

@@ -19,6 +19,7 @@ from moelib.layers.remat import remat
 from moelib.learner.learner import Learner, UpdateType
 from moelib.learner.optimizers import sgd_optimizer
 from moelib.learner.transforms import skip_bad_steps
+from moelib.models.multi_token_prediction import MultiTokenModule, MultiTokenPrediction
 from moelib.parallel import sharding
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.train import metrics, state
@@ -184,9 +185,9 @@ def test_state_update_of_a_trained_parameter_is_refused(batch):
 LAYERS = 3
 
 
-def scanned(train_dtype, **fields):
+def scanned(train_dtype, layer=None, **fields):
     """Returns (trainer, step, state, batch) of a model of three stacked layers."""
-    layer = tiny.transformer_layer(tiny.plain_moe())
+    layer = layer or tiny.transformer_layer(tiny.plain_moe())
     decoder = tiny.stacked(layer, num_layers=LAYERS, remat=config_for_function(remat))
     cfg = tiny.trainer_config("unused", model=tiny.model_config(decoder, vocab_size=64, **fields))
     cfg.learner.optimizer = config_for_function(sgd_optimizer).set(learning_rate=1.0)
@@ -280,23 +281,23 @@ def test_stacked_layers_without_a_scan_are_cast_too():
 
 
 def with_aux_losses(num_microbatches, labels_of_odd_rows):
-    """Returns the state and metrics after a step of eight sequences, some with few labels."""
-    trainer, _, before, _ = scanned(None)
-    cfg = trainer.model.config.clone()
-    cfg.decoder.block[0].feed_forward.set(
-        load_balance_loss=LoadBalanceLoss.default_config().set(
-            weight=0.1, scope=BalanceScope.SEQUENCE
-        ),
-        router_z_loss=RouterZLoss.default_config().set(weight=0.1),
-    )
-    model = cfg.instantiate(parent=None)
+    """Returns the state and metrics after a step of eight sequences, some with few labels.
+
+    The layers of multi-token prediction do not see the last tokens of a document.
+    """
+    balance = LoadBalanceLoss.default_config().set(weight=0.1, scope=BalanceScope.SEQUENCE)
+    z_loss = RouterZLoss.default_config().set(weight=0.1)
+    layer = tiny.transformer_layer(tiny.plain_moe(load_balance_loss=balance, router_z_loss=z_loss))
+    module = MultiTokenModule.default_config().set(layer=layer)
+    further = MultiTokenPrediction.default_config().set(module=module)
+    trainer, _, before, _ = scanned(None, layer, multi_token_prediction=further)
     rng = np.random.default_rng(0)
     ids = jnp.asarray(rng.integers(0, 64, (8, 8)), jnp.int32)
     segment_ids = jnp.asarray(np.arange(8) < rng.integers(4, 9, (8, 1)), jnp.int32)
     labels = jnp.where(segment_ids > 0, ids[:, ::-1], -1)
     labels = labels.at[1::2, labels_of_odd_rows:].set(-1)
     batch = {"input_ids": ids, "target_labels": labels, "segment_ids": segment_ids}
-    step = make_train_step(model, trainer.learner, num_microbatches=num_microbatches)
+    step = make_train_step(trainer.model, trainer.learner, num_microbatches=num_microbatches)
     after, packed = jax.jit(step)(before, batch)
     return after, metrics.unpack(packed)
 

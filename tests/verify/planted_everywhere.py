@@ -269,8 +269,8 @@ def capacity_for_the_last_tokens(patch: Patch) -> None:
 
 
 def capacity_of_half_the_tokens(patch: Patch) -> None:
-    known = dispatch_capacity.capacity_for
-    patch(dispatch_capacity, "capacity_for", lambda f, balanced, most: known(f, balanced / 2, most))
+    known = dispatch.sequence_capacity
+    patch(dispatch, "sequence_capacity", lambda per_token, num: known(per_token, num / 2))
 
 
 # -- b: gradients ----------------------------------------------------------------------------------

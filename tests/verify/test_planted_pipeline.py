@@ -45,8 +45,8 @@ def lost_auxiliary_loss_of_one_stage(patch) -> None:
     """The layers of the second stage have no auxiliary losses."""
     block = pipeline._Cut._block
 
-    def without(self, key, side_inputs, x, params, fixed, own):
-        (x, loss), *rest = block(self, key, side_inputs, x, params, fixed, own)
+    def without(self, key, side_inputs, num_tokens, x, params, fixed, own):
+        (x, loss), *rest = block(self, key, side_inputs, num_tokens, x, params, fixed, own)
         return (x, jnp.where(own[0] == 1, 0.0, loss)), *rest
 
     patch(pipeline._Cut, "_block", without)

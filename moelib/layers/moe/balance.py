@@ -150,7 +150,8 @@ def add_pooled_balance_loss(stack: Module) -> None:
         )
     total = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *loads)
     weight = jnp.mean(jnp.concatenate([each.weight.reshape(-1) for each in found]))
-    stack.add_aux_loss("load_balance_loss", total.loss(), weight=weight)
+    num_tokens = total.tokens[0] / sum(each.weight.size for each in found)  # Of a layer.
+    stack.add_aux_loss("load_balance_loss", total.loss(), weight=weight, num_tokens=num_tokens)
 
 
 def router_z_loss(logits: Float[Array, "B S E"], mask: Bool[Array, "B S"]) -> Float[Array, ""]:

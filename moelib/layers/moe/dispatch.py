@@ -169,16 +169,33 @@ def run_sorted(local: Local, num_experts: int, num_rows: int) -> Float[Array, "T
 
 
 def within_capacity(
-    groups: Int[Array, "B S K"], num_groups: int, capacity: int, sequence_axes: tuple[str, ...]
+    groups: Int[Array, "B S K"],
+    num_groups: int,
+    factor: float | None,
+    sequence_axes: tuple[str, ...] = (),
 ) -> Bool[Array, "B S K"]:
-    """Returns the assignments that are among the first `capacity` of their sequence and group.
+    """Returns the assignments that are within the capacity of their sequence and group.
 
-    Sequences are independent of each other, so the result is the same on every mesh. The group of
-    an assignment to no expert is `num_groups`. The mesh axes shard the sequence dimension.
+    The capacity is `factor` times the balanced load of the sequence's tokens that have an expert;
+    None keeps all. The first assignments of a group are kept, in token order. Neither padding nor
+    other sequences change the result, and it is the same on every mesh. The group of an assignment
+    to no expert is `num_groups`. The mesh axes shard the sequence dimension.
     """
     flat = groups.reshape(groups.shape[0], -1)
-    position, _ = positions(flat, num_groups, sequence_axes)
-    return ((flat < num_groups) & (position < capacity)).reshape(groups.shape)
+    kept = flat < num_groups
+    if factor is not None:
+        num_tokens = jnp.sum(jnp.any(groups < num_groups, -1), 1, dtype=jnp.float32)
+        if group_size(sequence_axes) > 1:
+            num_tokens = lax.psum(num_tokens, sequence_axes)
+        capacity = sequence_capacity(factor * groups.shape[-1] / num_groups, num_tokens)
+        kept &= positions(flat, num_groups, sequence_axes)[0] < capacity[:, None]
+    return kept.reshape(groups.shape)
+
+
+def sequence_capacity(per_token: float, num_tokens: Float[Any, "B"]) -> Int[Array, "B"]:
+    """Returns the capacity of sequences of so many tokens, rounded up, at least 1."""
+    # Slightly less, so that no rounding error adds 1 to a whole number.
+    return jnp.maximum(jnp.ceil(num_tokens * (per_token * (1 - 1e-6))), 1.0).astype(jnp.int32)
 
 
 def positions(

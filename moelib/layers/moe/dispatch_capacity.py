@@ -21,10 +21,11 @@ from moelib.parallel.exchange import group_size
 
 
 class CapacityDispatcher(Dispatcher):
-    """Sends at most C = capacity_factor S K / E assignments per sequence to each expert.
+    """Sends at most capacity_factor S K / E assignments per sequence to each expert.
 
-    The first C assignments in token order are kept, the others dropped: the same ones on every
-    mesh, since sequences are independent. Rows travel by one all-to-all of fixed size each way.
+    S counts the sequence's tokens without padding. The first assignments in token order are kept,
+    the others dropped: the same ones on every mesh, since sequences are independent. Rows travel by
+    one all-to-all of fixed size each way, that of sequences without padding.
     Source: GShard, arXiv:2006.16668, algorithm 1, with a sequence as the group.
     """
 
@@ -32,7 +33,8 @@ class CapacityDispatcher(Dispatcher):
 
     @config_class
     class Config(Dispatcher.Config):
-        # C per sequence and expert, as a multiple of the balanced load S K / E; E / K never drops.
+        # Assignments per sequence and expert, as a multiple of the balanced load S K / E; E / K
+        # never drops.
         capacity_factor: float = 1.25
 
     def __init__(self, cfg: Config) -> None:
@@ -45,8 +47,9 @@ class CapacityDispatcher(Dispatcher):
         _, seq_len, top_k = ids.shape
         parts = group_size(context.sequence_axes)
         balanced = parts * seq_len * top_k / num_experts
-        capacity = capacity_for(self.config.capacity_factor, balanced, parts * seq_len)
-        kept = within_capacity(ids, num_experts, capacity, context.sequence_axes)
+        factor = self.config.capacity_factor
+        capacity = capacity_for(factor, balanced, parts * seq_len)  # Without padding.
+        kept = within_capacity(ids, num_experts, factor, context.sequence_axes)
         num_dropped = jnp.sum((ids < num_experts) & ~kept, dtype=jnp.float32)
         # A part of a sequence has at most one assignment per token to an expert.
         row_map = _slots(jnp.where(kept, ids, num_experts), num_experts, min(capacity, seq_len))

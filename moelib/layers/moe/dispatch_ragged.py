@@ -43,9 +43,10 @@ class _ExpertParallel(Dispatcher):
     @config_class
     class Config(Dispatcher.Config):
         # Receive capacity per device, as a multiple of the balanced load of K T assignments. None
-        # reserves the largest possible load, min(n, E / K), and never drops. Otherwise each
-        # sequence may send buffer_factor S K / buffer_blocks assignments to each block of experts;
-        # those of later tokens are dropped, the same ones on every mesh, and counted.
+        # reserves the largest possible load, min(n, E / K), and never drops. Otherwise a sequence
+        # of S tokens without padding may send buffer_factor S K / buffer_blocks assignments to each
+        # block of experts; those of later tokens are dropped, the same ones on every mesh, and
+        # counted.
         buffer_factor: float | None = None
         # Number of equal blocks of experts, whose experts share capacity: fewer blocks drop less.
         # With more devices than blocks, each reserves the capacity of a whole block, n /
@@ -89,7 +90,8 @@ class _ExpertParallel(Dispatcher):
         balanced = length * top_k / num_blocks
         capacity = capacity_for(self.config.buffer_factor, balanced, length * per_token)
         blocks = ids.reshape(local.batch, seq_len, top_k) // width
-        kept = within_capacity(blocks, num_blocks, capacity, sequence_axes).reshape(ids.shape)
+        factor = self.config.buffer_factor
+        kept = within_capacity(blocks, num_blocks, factor, sequence_axes).reshape(ids.shape)
         num_dropped = jnp.sum((ids < num_experts) & ~kept, dtype=jnp.float32)
         # Parts of a sequence within the group of devices share the sequence's capacity.
         parts = group_size([axis for axis in sequence_axes if axis in context.expert_axes])

@@ -129,7 +129,9 @@ class MoELayer(BaseLayer):
 
     def _routed(self, params: Nested, x: Float[Array, "B S D"], routing: Routing) -> Dispatched:
         """Returns the weighted sums of the experts' outputs, and all devices' dropped count."""
-        assignments = Assignments(routing.expert_ids, routing.weights, routing.mask)
+        # Expert ids travel in the dtype of the weights; bfloat16 has no integers above 256.
+        weights = routing.weights.astype(jnp.float32)
+        assignments = Assignments(routing.expert_ids, weights, routing.mask)
         params = self.experts.operands(params, x.dtype)
         mesh = sharding.current_mesh()
         if mesh is None or mesh.size == 1:
@@ -205,13 +207,17 @@ class MoELayer(BaseLayer):
             del metrics["expert_counts"]
         for name, value in metrics.items():
             self.add_summary(name, value, per_element=name == "expert_counts")
+        # The mask may hide more than padding, as that of multi-token prediction does.
+        num_tokens = jnp.sum(routing.mask, dtype=jnp.float32)
         if cfg.load_balance_loss is not None:
-            self._add_balance_loss(routing, cfg.load_balance_loss)
+            self._add_balance_loss(routing, cfg.load_balance_loss, num_tokens)
         if cfg.router_z_loss is not None:
-            loss = router_z_loss(routing.logits, routing.mask)
-            self.add_aux_loss("router_z_loss", loss, weight=cfg.router_z_loss.weight)
+            loss, weight = router_z_loss(routing.logits, routing.mask), cfg.router_z_loss.weight
+            self.add_aux_loss("router_z_loss", loss, weight=weight, num_tokens=num_tokens)
 
-    def _add_balance_loss(self, routing: Routing, cfg: LoadBalanceLoss.Config) -> None:
+    def _add_balance_loss(
+        self, routing: Routing, cfg: LoadBalanceLoss.Config, num_tokens: Array
+    ) -> None:
         """Adds the load-balance loss, or outputs the load, for the loss of all layers."""
         probs, ids, mask = routing.probs, routing.expert_ids, routing.mask
         if cfg.scope is BalanceScope.ALL_LAYERS:
@@ -223,4 +229,4 @@ class MoELayer(BaseLayer):
         if cfg.scope is BalanceScope.GLOBAL_BATCH:
             earlier = self.load_counter.count(ids, mask)
         loss = load_balance_loss(probs, ids, mask, cfg.scope, earlier)
-        self.add_aux_loss("load_balance_loss", loss, weight=cfg.weight)
+        self.add_aux_loss("load_balance_loss", loss, weight=cfg.weight, num_tokens=num_tokens)

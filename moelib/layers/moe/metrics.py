@@ -27,7 +27,7 @@ def routing_metrics(routing: Routing, num_dropped: Float[Array, ""]) -> dict[str
     num_experts = routing.probs.shape[-1]
     tokens = jnp.sum(routing.mask, dtype=jnp.float32)
     counts = jnp.sum(expert_counts(routing.expert_ids, routing.mask, num_experts), 0)  # [E]
-    mean = jnp.maximum(jnp.mean(counts), 1e-9)
+    mean, assigned = jnp.maximum(jnp.mean(counts), 1e-9), jnp.sum(counts)
 
     def token_mean(values: Float[Array, "B S"]) -> Float[Array, ""]:
         return jnp.sum(jnp.where(routing.mask, values, 0.0)) / jnp.maximum(tokens, 1.0)
@@ -37,7 +37,7 @@ def routing_metrics(routing: Routing, num_dropped: Float[Array, ""]) -> dict[str
         "load_max_over_mean": maximum(jnp.max(counts) / mean),
         "dead_experts": weighted(jnp.sum(counts == 0, dtype=jnp.float32), tokens),
         "entropy": weighted(token_mean(router_entropy(routing.probs)), tokens),
-        "drop_rate": weighted(num_dropped / jnp.maximum(jnp.sum(counts), 1.0), tokens),
+        "drop_rate": weighted(num_dropped / jnp.maximum(assigned, 1.0), assigned),
         "logit_rms": weighted(jnp.sqrt(token_mean(squares)), tokens),
         "expert_counts": weighted(counts, jnp.broadcast_to(tokens, counts.shape)),
     }

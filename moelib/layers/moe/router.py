@@ -130,7 +130,8 @@ class Router(BaseLayer):
         logits = save_activation(logits, "router_logits")
         if cfg.score is Score.SIGMOID:
             scores = jax.nn.sigmoid(logits)
-            probs = scores / jnp.sum(scores, -1, keepdims=True)
+            # The scores over their sum, also where all of them underflow to 0.
+            probs = jax.nn.softmax(jax.nn.log_sigmoid(logits), -1)
         else:
             probs = scores = jax.nn.softmax(logits, -1)
         selection = scores

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from moelib.core.config_types import shortened
 from moelib.core.errors import UserError
 from moelib.layers.activation import Activation
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
@@ -121,47 +122,60 @@ _ORIGINAL_CONTEXT = "original_max_position_embeddings"
 
 
 def rope_parameters(settings: Settings) -> dict[str, Any]:
-    """Returns `rope_parameters`, named `rope_scaling` in older files; empty if absent.
+    """Returns the parameters of the rotary embedding, with `rope_type` and `rope_theta`.
+
+    transformers 5 writes `rope_parameters`; earlier versions `rope_scaling`, and `rope_theta` next
+    to it. A file may have both.
 
     Raises:
-        UserError: If both are present and differ.
+        UserError: If a parameter is given twice with different values.
     """
-    names = ("rope_parameters", "rope_scaling")
-    given = {name: found for name in names if (found := settings.take(name, None))}
-    if len(given) == 2 and given[names[0]] != given[names[1]]:
-        raise UserError(f"{settings.source}: {' and '.join(names)} differ; remove one of them.")
-    found = dict(next(iter(given.values()), {}))
-    for name, value in found.items():
-        check_setting(name, value, settings.source)
-    return found
+    names, outer = ("rope_parameters", "rope_scaling"), ("rope_theta", _ORIGINAL_CONTEXT)
+    taken = {name: settings.take(name, None) for name in (*names, *outer)}
+    given = {name: x for name, x in taken.items() if x and name in settings.values}
+    defaults = {"rope_type": "default", "rope_theta": taken["rope_theta"] or 10000.0}
+    spellings: list[dict[str, Any]] = []
+    for inner in [given[name] for name in names if name in given] or [taken[names[0]] or {}]:
+        inner = {name: x for name, x in inner.items() if x is not None}
+        older = {"rope_type": inner.pop("type")} if "type" in inner else {}
+        older |= {name: given[name] for name in outer if name in given}
+        spellings += [defaults | older | inner, defaults | inner | older]
+    for name in sorted(set().union(*spellings)):
+        first, *others = (each.get(name) for each in spellings)
+        for value in (first, *others):
+            check_setting(name, value, settings.source)
+            if value != first:
+                raise UserError(
+                    f"{settings.source}: {name} of the rotary embedding is {shortened(first)} and "
+                    f"{shortened(value)}; give it once, or the same in {', '.join(names)}."
+                )
+    return spellings[0]
 
 
-def rope(settings: Settings) -> RotaryEmbedding.Config:
-    """Returns the rotary embedding of `rope_parameters`, or of `rope_theta` and `rope_scaling`.
+def rope(settings: Settings, also_read: Sequence[str] = ()) -> RotaryEmbedding.Config:
+    """Returns the rotary embedding of `rope_parameters`.
 
-    Settings that its rope_type does not read are ignored with a warning, as transformers does.
+    Parameters that its rope_type does not read, and that are not in `also_read`, are ignored with a
+    warning, as transformers does.
 
     Raises:
         UserError: If moelib has no rotary embedding of that kind.
     """
     settings.expect(partial_rotary_factor=1.0, rope_interleaved=False)
     found = rope_parameters(settings)
-    kind = found.pop("rope_type", found.pop("type", "default"))
-    found.pop("type", None)
-    theta = found.pop("rope_theta", None) or settings.take("rope_theta", 10000.0)
+    kind, theta = found.pop("rope_type"), found.pop("rope_theta")
     if found.pop("partial_rotary_factor", 1.0) != 1.0:
         raise UserError(f"{settings.source}: partial_rotary_factor is not 1; moelib rotates all.")
     cls, names = settings.lookup("rope_type", kind, _ROPES)
-    original = settings.take(_ORIGINAL_CONTEXT, None)
     if _ORIGINAL_CONTEXT in names:
         context = settings.take("max_position_embeddings")
-        found[_ORIGINAL_CONTEXT] = original or found.get(_ORIGINAL_CONTEXT) or context
+        found[_ORIGINAL_CONTEXT] = found.get(_ORIGINAL_CONTEXT) or context
         found["factor"] = found.get("factor") or context / found[_ORIGINAL_CONTEXT]
-    if ignored := sorted(found.keys() - names.keys()):
+    if ignored := sorted(found.keys() - names.keys() - set(also_read)):
         logger.warning("%s: rope_type=%r does not use %s.", settings.source, kind, ignored)
     if not (found.get("mscale") and found.get("mscale_all_dim")):
         found = {n: x for n, x in found.items() if n not in ("mscale", "mscale_all_dim")}
-    fields = {names[n]: x for n, x in found.items() if n in names and x is not None}
+    fields = {names[n]: x for n, x in found.items() if n in names}
     for name in ("factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"):
         if name in fields:
             fields[name] = float(fields[name])
@@ -169,7 +183,7 @@ def rope(settings: Settings) -> RotaryEmbedding.Config:
 
 
 def rope_settings(cfg: Any) -> dict[str, Any]:
-    """Returns `rope_parameters` of a rotary embedding."""
+    """Returns the parameters of a rotary embedding."""
     cfg = expect(cfg, RotaryEmbedding.Config)
     kinds = {cls: (kind, names) for kind, (cls, names) in _ROPES.items()}
     kind, names = kinds[cfg.klass]
@@ -178,6 +192,16 @@ def rope_settings(cfg: Any) -> dict[str, Any]:
     if not known.get("mscale_all_dim"):
         known = {n: value for n, value in known.items() if n not in ("mscale", "mscale_all_dim")}
     return {"rope_type": kind, "rope_theta": cfg.theta, **known}
+
+
+def rope_spellings(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a rotary embedding for transformers 5 and for earlier versions."""
+    scaling = {name: x for name, x in parameters.items() if name != "rope_theta"}
+    return {
+        "rope_parameters": parameters,
+        "rope_theta": parameters["rope_theta"],
+        "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
+    }
 
 
 # -- Layers --------------------------------------------------------------------------------------
@@ -218,7 +242,7 @@ def attention_settings(cfg: CausalLM.Config) -> dict[str, Any]:
         "num_attention_heads": attention.num_heads,
         "num_key_value_heads": attention.num_kv_heads or attention.num_heads,
         "head_dim": attention.head_dim or cfg.dim // attention.num_heads,
-        "rope_parameters": rope_settings(attention.rope),
+        **rope_spellings(rope_settings(attention.rope)),
     }
 
 

@@ -11,7 +11,7 @@ from moelib.layers.feed_forward import FeedForward
 from moelib.layers.moe.balance import BiasBalancing
 from moelib.layers.moe.router import GroupScore, Router, Score
 from moelib.layers.norm import RMSNorm
-from moelib.layers.rope import YarnRotaryEmbedding, yarn_mscale
+from moelib.layers.rope import yarn_mscale
 from moelib.models.causal_lm import CausalLM
 from moelib.models.huggingface import blocks
 from moelib.models.huggingface.family import Family
@@ -74,16 +74,14 @@ def _attention(settings: Settings) -> LatentAttention.Config:
     settings.expect(attention_bias=False)
     settings.skip("num_key_value_heads", "head_dim", "qk_head_dim")
     fields = {field: settings.take(name) for field, name in _ATTENTION.items()}
-    mscale = blocks.rope_parameters(settings).get("mscale_all_dim")
-    rope = blocks.rope(settings)
-    factor = 1.0
-    if isinstance(rope, YarnRotaryEmbedding.Config) and mscale:  # Independent of `mscale`.
-        factor = yarn_mscale(rope.factor, mscale) ** 2
+    parameters, name = blocks.rope_parameters(settings), "mscale_all_dim"
+    scales = parameters["rope_type"] != "default" and parameters.get(name)
+    rope = blocks.rope(settings, also_read=(name,) if scales else ())
     return LatentAttention.default_config().set(
         **fields,
         rope=rope,
         norm=RMSNorm.default_config().set(eps=_LATENT_EPS),
-        score_factor=factor,
+        score_factor=yarn_mscale(rope.factor, scales) ** 2 if scales else 1.0,
     )
 
 
@@ -97,8 +95,11 @@ _FP8 = {  # DeepSeek-V3 is published so; its weights are dequantized when they a
 
 def _model(settings: Settings, router: Router.Config) -> CausalLM.Config:
     settings.expect(moe_layer_freq=1, mlp_bias=False)
-    if settings.take("quantization_config", None) is not None:
-        settings.expect(quantization_config=_FP8)
+    if quantization := settings.take("quantization_config", None):
+        neutral = ("modules_to_not_convert", "scale_fmt")  # Dtypes of tensors tell both.
+        found = {name: x for name, x in quantization.items() if name not in neutral}
+        if _FP8 | found != _FP8:
+            settings.expect(quantization_config=_FP8)
     moe = blocks.moe(settings, *_MOE, router=router)
     if num_shared := settings.take("n_shared_experts", None):
         moe.shared_experts = blocks.feed_forward(num_shared * moe.hidden_dim)
@@ -131,7 +132,7 @@ def _v3(settings: Settings) -> CausalLM.Config:
         score=Score.SIGMOID,
         renormalize=settings.take("norm_topk_prob"),
         scaling_factor=float(settings.take("routed_scaling_factor")),
-        bias_balancing=BiasBalancing.default_config(),
+        bias_balancing=BiasBalancing.default_config().set(rate=0.0),  # Trained already.
     )
     groups = settings.take("n_group"), settings.take("topk_group")
     if groups[0] not in (None, 1):
@@ -192,7 +193,7 @@ def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
         **{name: getattr(attention, field) for field, name in _ATTENTION.items()},
         **blocks.moe_settings(cfg, *_MOE),
         "num_key_value_heads": attention.num_heads,
-        "rope_parameters": rope,
+        **blocks.rope_spellings(rope),
         "first_k_dense_replace": len(dense),
         "intermediate_size": dense[0].hidden_dim if dense else 4 * cfg.dim,  # Or unused.
         "n_shared_experts": moe.shared_experts.hidden_dim // moe.hidden_dim,

@@ -48,7 +48,7 @@ def read_model(
     values: Mapping[str, Any],
     source: str,
     *,
-    ignored: Iterable[str] = (),
+    ignored: Iterable[str] | None = (),
     multi_token_prediction: bool = False,
 ) -> tuple[Family, CausalLM.Config]:
     """Returns the family and the model config of a config.json.
@@ -58,7 +58,8 @@ def read_model(
     Args:
         values: Content of config.json.
         source: Name of the file, for errors.
-        ignored: Names of settings that are known to change nothing and are not read.
+        ignored: Names of settings that are known to change nothing, which are as if absent; None
+            for all that moelib does not read.
         multi_token_prediction: Whether the model has the modules that the file describes, which
             predict further tokens.
 
@@ -79,7 +80,11 @@ def read_model(
 
 
 def check_computes(
-    values: Mapping[str, Any], source: str, cfg: CausalLM.Config, *, ignored: Iterable[str] = ()
+    values: Mapping[str, Any],
+    source: str,
+    cfg: CausalLM.Config,
+    *,
+    ignored: Iterable[str] | None = (),
 ) -> Family:
     """Returns the family of a config.json that describes the model of a config of moelib.
 
@@ -147,6 +152,27 @@ def settings_of(cfg: CausalLM.Config) -> tuple[Family, dict[str, Any]]:
         "No architecture of transformers that moelib knows computes this model"
         + ("." if nearest is None else f": {nearest[1]}.")
     )
+
+
+def published_settings(values: Mapping[str, Any], cfg: CausalLM.Config) -> tuple[Family, dict]:
+    """Returns the family and the settings with which a model's published config.json is written.
+
+    The rotary embedding is described to all versions of transformers. The quantization, and modules
+    of multi-token prediction that the model lacks, are those of the published tensors.
+
+    Raises:
+        UserError: If the config.json describes another model or cannot be read.
+    """
+    dropped = ("quantization_config", "torch_dtype")
+    settings = {name: x for name, x in values.items() if name not in dropped}
+    # Settings that moelib does not read were accepted when the model was converted.
+    family = check_computes(settings, "config.json", cfg, ignored=None)
+    if settings.get("rope_parameters"):
+        known = Settings(settings, "config.json", family.defaults)
+        settings |= blocks.rope_spellings(blocks.rope_parameters(known))
+    if cfg.multi_token_prediction is None and "num_nextn_predict_layers" in settings:
+        settings["num_nextn_predict_layers"] = 0
+    return family, settings | blocks.balance_settings(cfg)
 
 
 def tensor_mappings(family: Family, model: CausalLM) -> list[TensorMapping]:

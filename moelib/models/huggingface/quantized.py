@@ -6,11 +6,12 @@ DeepSeek-V3, arXiv:2412.19437, section 3.3.2 (one scale per block of 128 x 128 w
 
 from collections.abc import Collection
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from moelib.core.errors import UserError
-from moelib.models.huggingface.tensors import Source
+from moelib.models.huggingface.tensors import Source, TensorMismatchError
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _INVERSE = "_scale_inv"  # Suffix of the scales of a weight in DeepSeek-V3.
@@ -23,8 +24,8 @@ class Dequantized:
     """A source of tensors that dequantizes, exactly, those stored with scales.
 
     `NAME_blocks` [..., n, G, 16] uint8 and `NAME_scales` [..., n, G] uint8 are read as `NAME`
-    [..., 32 G, n] bfloat16. `NAME` [m, n] float8 and `NAME_scale_inv` [m / 128, n / 128] float32,
-    rounded up, are read as `NAME` [m, n] float32.
+    [..., 32 G, n] bfloat16. `NAME` [m, n] float8 and `NAME_scale_inv` [m / 128, n / 128], rounded
+    up, of any floating dtype, are read as `NAME` [m, n] float32.
     """
 
     def __init__(self, source: Source) -> None:
@@ -48,12 +49,16 @@ class Dequantized:
         return (*lead, num_groups * size * 2, n)
 
     def read(self, key: str) -> np.ndarray:
-        """Returns a tensor."""
-        if key in self._scaled:
-            return scaled(self.source.read(key), self.source.read(key + _INVERSE), key)
-        if key not in self._packed:
-            return self.source.read(key)
-        return dequantize(self.source.read(key + _BLOCKS), self.source.read(key + _SCALES))
+        """Returns a tensor. Raises TensorMismatchError unless float8 alone has scales."""
+        if key in self._packed:
+            return dequantize(self.source.read(key + _BLOCKS), self.source.read(key + _SCALES))
+        values, has_scales = self.source.read(key), key in self._scaled
+        if has_scales != values.dtype.name.startswith("float8"):
+            raise TensorMismatchError(
+                f"{key} is of dtype {values.dtype} and {key}{_INVERSE} is "
+                f"{'present' if has_scales else 'missing'}; float8, and no other dtype, has scales."
+            )
+        return scaled(values, self.source.read(key + _INVERSE), key) if has_scales else values
 
 
 def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -75,18 +80,18 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 def scaled(values: np.ndarray, scales: np.ndarray, name: str) -> np.ndarray:
     """Returns values [m, n] float32, each times the scale of its block of 128 x 128.
 
-    Values are of any floating dtype, scales float32 [m / 128, n / 128], sizes rounded up.
+    Values and scales [m / 128, n / 128], sizes rounded up, are of any floating dtype.
 
     Raises:
-        UserError: If the number of scales does not match.
+        UserError: If the number of scales or their dtype does not match.
     """
     wanted = tuple(-(-size // _BLOCK) for size in values.shape)
-    if scales.shape != wanted:
+    if scales.shape != wanted or not jnp.issubdtype(scales.dtype, jnp.floating):
         raise UserError(
-            f"{name} {values.shape} has scales {scales.shape}; moelib reads one scale per block of "
-            f"{_BLOCK} x {_BLOCK} weights, {wanted}."
+            f"{name} {values.shape} has scales {scales.shape} of dtype {scales.dtype}; moelib "
+            f"reads one floating scale per block of {_BLOCK} x {_BLOCK} weights, {wanted}."
         )
-    out = values.astype(np.float32)
+    out, scales = values.astype(np.float32), scales.astype(np.float32)
     for i, row in enumerate(scales):
         out[i * _BLOCK : (i + 1) * _BLOCK] *= np.repeat(row, _BLOCK)[: out.shape[1]]
     return out

@@ -107,15 +107,17 @@ class Settings:
         values: Mapping[str, Any],
         source: str,
         defaults: Mapping[str, Any] | None = None,
-        ignored: Iterable[str] = (),
+        ignored: Iterable[str] | None = (),
     ) -> None:
         """Takes the content of config.json, and its name for errors.
 
-        Absent settings have their defaults; the user declares that `ignored` ones change nothing.
+        Absent settings have their defaults. The user declares that `ignored` ones change nothing:
+        they are as if absent. None ignores those that are never read.
         """
-        self.values, self.source = dict(values), source
-        self._defaults = defaults or {}
-        self._unread = set(self.values) - _NEUTRAL - set(ignored)
+        absent = set(ignored or ())
+        self.values = {name: x for name, x in values.items() if name not in absent}
+        self.source, self._defaults = source, defaults or {}
+        self._unread = set() if ignored is None else set(self.values) - _NEUTRAL
 
     def take(self, name: str, default: Any = _REQUIRED) -> Any:
         """Returns a setting.

@@ -5,7 +5,6 @@ of the arrays, on any mesh.
 """
 
 import functools
-import logging
 import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -25,8 +24,6 @@ from moelib.models.huggingface.tensor_mapping import (
     to_parameter,
     to_tensor,
 )
-
-logger = logging.getLogger(__name__)
 
 _MAX_NAMED = 10  # Tensors of each kind listed in an error.
 
@@ -132,8 +129,6 @@ def _check_tensors(
     present = set(source.keys())
     extra = sorted(present - wanted.keys())
     unknown = [name for name in extra if not any(re.fullmatch(p, name) for p in ignored)]
-    if num_ignored := len(extra) - len(unknown):
-        logger.warning("%d tensors that the model does not use are not read.", num_ignored)
     wrong_shape = [
         f"{name} {list(source.shape(name))} instead of {list(shape)}"
         for name, shape in wanted.items()

@@ -6,13 +6,15 @@ The backward pass is one function, or two: the gradient of the input, then those
 import collections
 import functools
 import itertools
+import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import Literal
 
-from moelib.core.jaxpr import inlined
+from moelib.core.errors import UserError
+from moelib.core.jaxpr import inlined, walk
 from moelib.parallel.pipeline.bodies import (
     BODIES,
     Operation,
@@ -66,6 +68,12 @@ def split_passes(fn: Callable[..., Any], params: Any, x: Any, others: Any, same:
     arguments = params, same, gradients, x, others
     closed, shapes = jax.make_jaxpr(passes, return_shape=True)(*arguments)
     flat = inlined(closed)
+    for eqn, _ in walk(flat.jaxpr) if flat.effects else ():
+        if re.search("callback|print", name := eqn.primitive.name):
+            raise UserError(
+                f"a block of a pipeline has the effect {name}, which its passes would lose; remove "
+                "calls such as jax.debug.print from it, or set pipeline=1."
+            )
     constants = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
     params, same, gradients, x, others = names = _like(arguments, flat.jaxpr.invars)
     of_params, of_x, done = _like(shapes, flat.jaxpr.outvars)

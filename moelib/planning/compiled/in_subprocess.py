@@ -1,4 +1,4 @@
-"""Compilation of a step in a subprocess, with a time limit, progress, and a cache.
+"""Compilation of a step in a subprocess, with a time limit and progress.
 
 A crash of the compiler then ends nothing else, and each process compiles for one kind of GPU.
 """
@@ -19,7 +19,6 @@ from typing import Any
 
 from moelib.core import config_paths
 from moelib.core.errors import UserError
-from moelib.planning.compiled import cache
 from moelib.planning.hardware.topologies import describe
 from moelib.planning.report.step_report import StepReport
 
@@ -42,8 +41,7 @@ class CompileOptions:
 
     compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict)  # Additional.
     timeout_seconds: float | None = None  # Time limit per step; None for none.
-    cache_dir: str | None = cache.DEFAULT_DIR  # Folder for reports; None for no cache.
-    dump_dir: str | None = None  # Folder for the step at each stage, which is then always compiled.
+    dump_dir: str | None = None  # Folder for the step at each stage.
 
     def __post_init__(self) -> None:
         if self.timeout_seconds is not None and not self.timeout_seconds > 0:
@@ -57,7 +55,6 @@ class Outcome:
     report: StepReport | None
     failure: str = ""  # Reason if there is no report.
     stages: Mapping[str, float] = dataclasses.field(default_factory=dict)  # Seconds by stage.
-    from_cache: bool = False
     out_of_memory: bool = False  # Whether the step needs more memory than the device has.
     interrupted: bool = False  # Whether Ctrl-C stopped it.
 
@@ -86,35 +83,16 @@ def compile_in_subprocess(
         "config": config_paths.to_text(cfg),
         "topology": topology_name,
         "compiler_options": dict(options.compiler_options),
+        "name": name,
+        "dump_dir": options.dump_dir and os.path.abspath(options.dump_dir),
     }
-    key, folder, dump_dir = cache.key(request), options.cache_dir, options.dump_dir
-    if folder is not None and dump_dir is None and (kept := cache.read(folder, key)):
-        try:
-            return dataclasses.replace(_outcome(kept, name), from_cache=True)
-        except (KeyError, TypeError, AttributeError) as error:
-            cache.warn_damaged(folder, repr(error))
-    request |= {"name": name, "dump_dir": dump_dir and os.path.abspath(dump_dir)}
     run = _Run(topology_name, options.timeout_seconds, on_progress)
     result = run.result_of(request)
     if isinstance(result, str):
         return Outcome(None, result, run.stages, interrupted=run.interrupted)
-    kept = {**result, "stages": run.stages}
-    if folder is not None:
-        cache.write(folder, key, kept)
-    return _outcome(kept, name)
-
-
-def _outcome(kept: Mapping[str, Any], name: str) -> Outcome:
-    """Returns the outcome of a worker's result.
-
-    Raises KeyError, TypeError or AttributeError if an entry of the cache is damaged.
-    """
-    stages, failure = kept["stages"], kept.get("failure", "")
-    out_of_memory = bool(kept.get("out_of_memory"))
-    if failure:
-        return Outcome(None, failure, stages, out_of_memory=out_of_memory)
-    report = StepReport.from_json(json.dumps(kept["report"]))
-    return Outcome(dataclasses.replace(report, name=name), "", stages)
+    if "failure" in result:
+        return Outcome(None, stages=run.stages, **result)
+    return Outcome(StepReport.from_json(json.dumps(result["report"])), "", run.stages)
 
 
 class _Run:

@@ -5,8 +5,8 @@ known trip count; without one, n times if its condition is i < n for a carried i
 otherwise it counts once, and `Program.loops_of_unknown_length` names it. The rounds of a dispatch
 beyond the first, which balanced routing does not need, do not count. Of a conditional's
 branches only the costliest by the compiler's estimate counts (among equals, the one with the most
-instructions), unless their shares are known. A computation with several callers runs the sum of
-their executions.
+instructions), unless their shares are known; executions are then fractions. A computation with
+several callers runs the sum of their executions.
 """
 
 import dataclasses
@@ -98,7 +98,7 @@ class Computation:
 
     name: str  # Without its %.
     instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)  # In order.
-    executions: int = 0  # Per step and device.
+    executions: float = 0  # Per step and device; of a branch, the mean over devices and ticks.
     fused: bool = False  # Whether it is part of a fusion, which is one instruction of its caller.
     asynchronous: bool = False  # Whether it runs between an async-start and its async-done.
 
@@ -231,7 +231,7 @@ def _count_executions(
                 unknown.append(instruction.name)
             for callee, times in runs:
                 called = computations[callee]
-                called.executions += round(caller.executions * (1 if times is None else times))
+                called.executions += caller.executions * (1 if times is None else times)
                 called.fused |= caller.fused or instruction.is_fusion
                 called.asynchronous |= caller.asynchronous or instruction.is_async_start
     return tuple(unknown)
@@ -270,11 +270,11 @@ def _runs(
     branches = [name for kind, name in calls if kind in _BRANCHES]
     if branches:
         scope = instruction.op_name.removesuffix("/cond").rpartition("/")[2]
-        known = shares.get(scope, (1.0,))
+        known = shares.get(scope, (1,))
         if len(known) == len(branches):
             return list(zip(branches, known, strict=True))
         costliest = max(branches, key=lambda name: costs[name])
-        return [(costliest, known[0] if len(known) == 1 else 1.0)]
+        return [(costliest, known[0] if len(known) == 1 else 1)]
     is_loop = instruction.opcode == "while" and calls
     times = _trip_count(instruction, computations) if is_loop else 1
     return [(name, times) for _, name in calls]

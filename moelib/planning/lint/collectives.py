@@ -11,7 +11,6 @@ from moelib.parallel.mesh import describe_mesh
 from moelib.planning.hlo import values
 from moelib.planning.hlo.program import Computation, Instruction
 from moelib.planning.hlo.values import COLLECTIVES
-from moelib.planning.lint.dataflow import Dataflow
 from moelib.planning.lint.facts import Step, is_shard
 from moelib.planning.report.collectives import (
     collective_instructions,
@@ -81,11 +80,11 @@ def invariant_collectives(step: Step) -> Iterator[Finding]:
         body = step.program.computations.get(dict(loop.calls).get("body", ""))
         if loop.opcode != "while" or body is None or body.executions <= caller.executions:
             continue
-        iterations, fixed = body.executions // caller.executions, _invariant(body)
+        iterations, fixed = round(body.executions / caller.executions), _invariant(body)
         for each in body.instructions.values():
             if not each.operands or not fixed.issuperset(each.operands):
                 continue
-            if all(step.flow.is_zero(body, name) for name in each.operands):
+            if all(_is_zero(step, body, body.instructions[name]) for name in each.operands):
                 continue  # The first turn of a windowed matmul passes on zeros.
             for computation, collective in _collectives_of(step, body, each):
                 if result_bytes(collective) >= step.thresholds.collective:
@@ -96,52 +95,15 @@ def invariant_collectives(step: Step) -> Iterator[Finding]:
                     )  # fmt: skip
 
 
-def all_reduces_for_others(step: Step) -> Iterator[Finding]:
-    """Finds all-reduces that gather or scatter, which sends twice the bytes.
-
-    XLA gathers by summing arrays of zeros that contain one device's part each, and scatters by
-    summing whole arrays of which each device keeps its part.
-    """
-    flow, missing = step.flow, _unset_options(step, "all-reduce")
-    for computation, each, axes in _large(step, "all-reduce"):
-        if all(_is_part_of_zeros(flow, computation, name) for name in each.operands):
-            kind, text = "all-gather", "one device's part in an array of zeros is summed"
-        elif _is_only_sliced(flow, computation, each):
-            kind, text = "reduce-scatter", "the sum is whole, and each device keeps its part"
-        else:
-            continue
-        yield step.finding(
-            f"all-reduce for {kind}", "warning", computation, each,
-            path="compiler_options" if missing else "mesh_shape",
-            advice=f"{text}, which sends twice the bytes that {kind} sends; "
-            f"{_cure(step, missing, axes)}.",
-        )  # fmt: skip
-
-
-def _is_part_of_zeros(flow: Dataflow, computation: Computation, name: str) -> bool:
-    """Returns whether an array is zero except for a part that the device's number determines."""
-    where, each = flow.producer(computation, name)
-    operands = each.operands
-    if each.opcode == "dynamic-update-slice":
-        indices = operands[2:]
-        own = any(flow.depends_on_device(where, index) for index in indices)
-        return own and flow.is_zero(where, operands[0])
-    if each.opcode == "select":
-        zeros = any(flow.is_zero(where, value) for value in operands[1:])
-        predicate, made = flow.producer(where, operands[0])
-        scalar = made.operands[0] if made.opcode == "broadcast" else made.name
-        return zeros and flow.depends_on_device(predicate, scalar)
-    return False
-
-
-def _is_only_sliced(flow: Dataflow, computation: Computation, each: Instruction) -> bool:
-    """Returns whether every use of a result takes a part that the device's number determines."""
-    uses = list(flow.consumers(computation, each.name))
-    return bool(uses) and all(
-        use.opcode == "dynamic-slice"
-        and any(flow.depends_on_device(where, index) for index in use.operands[1:])
-        for where, use in uses
-    )
+def _is_zero(step: Step, computation: Computation, each: Instruction) -> bool:
+    """Returns whether an instruction makes an array of zeros."""
+    if each.is_fusion:
+        computation = step.program.computations[dict(each.calls)["calls"]]
+        each = next(inside for inside in computation.instructions.values() if inside.is_root)
+    if each.opcode in ("broadcast", "copy", "bitcast", "convert"):
+        made = computation.instructions.get(each.operands[0])
+        return made is not None and _is_zero(step, computation, made)
+    return each.opcode == "constant" and each.arguments in ("0", "-0")
 
 
 def repeated_collectives(step: Step) -> Iterator[Finding]:

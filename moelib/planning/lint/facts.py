@@ -1,7 +1,6 @@
 """The input of lint: a compiled step, and the trainer's settings that it should reflect."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,7 +14,6 @@ from moelib.core.precision import is_cast
 from moelib.planning.hlo import source, values
 from moelib.planning.hlo.program import Computation, Instruction, Program
 from moelib.planning.hlo.source import SourceMap
-from moelib.planning.lint.dataflow import Dataflow
 from moelib.planning.report.step_report import Finding
 
 _MIB = 2**20
@@ -126,11 +124,6 @@ class Step:
     facts: Facts
     source_map: SourceMap
     thresholds: Thresholds = Thresholds()
-
-    @functools.cached_property
-    def flow(self) -> Dataflow:
-        """Producers and consumers of results in the program."""
-        return Dataflow(self.program)
 
     def config_path(self, op_name: str) -> str:
         """Returns the path of the config that made an instruction."""

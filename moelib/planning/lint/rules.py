@@ -22,7 +22,6 @@ RULES = (
     collectives.float32_gathers,
     arrays.unsplit_activations,
     arrays.replicated_state,
-    collectives.all_reduces_for_others,
     collectives.invariant_collectives,
     collectives.repeated_collectives,
     collectives.synchronous_collectives,
@@ -77,5 +76,5 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(kept, key=lambda each: (each.severity != "warning", -_cost(each)))
 
 
-def _cost(finding: Finding) -> int:
-    return finding.bytes * max(finding.executions, 1)
+def _cost(finding: Finding) -> float:
+    return finding.bytes * (finding.executions or 1)

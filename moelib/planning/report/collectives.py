@@ -60,21 +60,22 @@ def _summed(
     program: Program,
     mesh: Mapping[str, int],
     key: Callable[[Sequence[Sequence[int]]], tuple[Any, ...]],
-) -> list[tuple[tuple[Any, ...], collections.Counter[str]]]:
+) -> list[tuple[tuple[Any, ...], dict[str, int]]]:
     """Returns sums by kind and by a key of the groups, in the order of kinds and bytes."""
-    rows: dict[tuple[Any, ...], collections.Counter[str]] = {}
+    rows: dict[tuple[Any, ...], dict[str, float]] = {}
     for kind, computation, each in collective_instructions(program):
         groups = values.device_groups(each) or [list(range(math.prod(mesh.values())))]
         size, overlaps = result_bytes(each), is_asynchronous(computation, each)
         small = size <= SMALL_BYTES
-        row = rows.setdefault((kind, *key(groups)), collections.Counter())
+        row = rows.setdefault((kind, *key(groups)), collections.defaultdict(float))
         row["count"] += 1
         row["asynchronous"] += overlaps
         row["small"] += small
         row["small_asynchronous"] += small and overlaps
         row["executions"] += computation.executions
         row["bytes"] += size * computation.executions
-    return sorted(rows.items(), key=lambda row: (COLLECTIVES.index(row[0][0]), -row[1]["bytes"]))
+    sums = [(k, {name: round(x) for name, x in row.items()}) for k, row in rows.items()]
+    return sorted(sums, key=lambda row: (COLLECTIVES.index(row[0][0]), -row[1]["bytes"]))
 
 
 def _written(groups: Sequence[Sequence[int]]) -> str:

@@ -17,12 +17,7 @@ from moelib.planning.hlo import values
 from moelib.planning.hlo.program import Instruction, Program
 from moelib.planning.hlo.source import SourceMap, phase
 from moelib.planning.report.collectives import collectives_by_axes, collectives_by_groups
-from moelib.planning.report.fusions import (
-    deepest_fusions,
-    fusion_kinds,
-    instructions_inside,
-    phase_of,
-)
+from moelib.planning.report.fusions import fusion_kinds, instructions_inside, phase_of
 from moelib.planning.report.kernels import kernels
 from moelib.planning.report.step_report import (
     SMALL_BYTES,
@@ -62,9 +57,8 @@ def count(
         "operations": tuple(_operation(program, opcode) for opcode in OPERATIONS),
         "matmul_flops": matmul_flops(program),
         "fusions": len(fusions),
-        "fusion_executions": sum(c.executions for c in fusions),
+        "fusion_executions": round(sum(c.executions for c in fusions)),
         "fusion_kinds": fusion_kinds(program),
-        "deepest_fusions": deepest_fusions(program),
         "instructions": sum(1 for _ in program.instructions()),
         "instructions_outside_fusions": len(unfused),
         "loops_of_unknown_length": program.loops_of_unknown_length,
@@ -103,7 +97,7 @@ def _costly(program: Program, source_map: SourceMap) -> list[Costly]:
             source=_source(source_map, each),
             locations=tuple(map(str, source_map.stack(each))),
             executions=computation.executions,
-            cycles=each.cycles * computation.executions,
+            cycles=round(each.cycles * computation.executions),
         )
         for computation, each in program.unfused()
         if each.cycles
@@ -122,12 +116,13 @@ def _source(source_map: SourceMap, instruction: Instruction) -> str:
 
 def _cycle_shares(program: Program) -> tuple[Share, ...]:
     """Returns the cycles by kind of work and phase, largest first."""
-    sums = collections.Counter[tuple[str, str]]()
+    sums = collections.defaultdict[tuple[str, str], float](float)
     for computation, each in program.unfused():
         if each.cycles:
             key = _work(program, each), phase_of(program, each)
             sums[key] += each.cycles * computation.executions
-    return tuple(Share(*key, amount) for key, amount in sums.most_common())
+    ordered = sorted(sums.items(), key=lambda each: -each[1])
+    return tuple(Share(*key, round(amount)) for key, amount in ordered)
 
 
 _MOVES = {"copy", "transpose", "copy-start", "bitcast-convert", "concatenate", "slice", "pad"}
@@ -163,18 +158,20 @@ def _sources(costly: Iterable[Costly]) -> tuple[Source, ...]:
 
 def _operation(program: Program, opcode: str) -> Operation:
     found = [(c, each) for c, each in program.instructions() if each.opcode == opcode]
+    outside = [(c, each) for c, each in found if not c.fused]
     return Operation(
         opcode=opcode,
         count=len(found),
-        executions=sum(c.executions for c, _ in found),
-        bytes=sum(values.shape_bytes(i.shape) * c.executions for c, i in found if not c.fused),
+        executions=round(sum(c.executions for c, _ in found)),
+        bytes=round(sum(values.shape_bytes(i.shape) * c.executions for c, i in outside)),
     )
 
 
 def matmul_flops(program: Program) -> int:
     """Returns the FLOPs of all matmuls that a device executes."""
-    return sum(
+    flops = (
         values.matmul_flops(each, computation) * computation.executions
         for computation, each in program.instructions()
         if values.is_matmul(each)
     )
+    return round(sum(flops))

@@ -42,14 +42,14 @@ def kernels(program: Program) -> tuple[Kernel, ...]:
 
     Matmuls of cuBLAS have no FLOPs here, because `hlo.values.matmul_flops` counts them.
     """
-    rows: dict[tuple[Any, ...], collections.Counter[str]] = {}
+    rows: dict[tuple[Any, ...], dict[str, float]] = {}
     for computation, each in program.instructions():
         if not computation.executions or not (library_name := library(each)):
             continue
         name = _name(each)
         sizes = tuple(_metadata(each, key) for key in ("rows", "groups", "rows_at_once"))
         key = name, *sizes, _kind(name, each, library_name), library_name
-        row = rows.setdefault(key, collections.Counter())
+        row = rows.setdefault(key, collections.defaultdict(float))
         text = each.attributes
         estimate = _ESTIMATE.search(text) or _ESTIMATE_GPU.search(text)
         flops, accessed = map(int, estimate.groups()) if estimate else (0, 0)
@@ -59,8 +59,11 @@ def kernels(program: Program) -> tuple[Kernel, ...]:
         row["flops"] += flops * computation.executions
         row["bytes"] += accessed * computation.executions
     fields = ("name", "rows", "groups", "rows_at_once", "kind", "library")
-    named: Any = ({**dict(zip(fields, key, strict=True)), **rows[key]} for key in sorted(rows))
-    return tuple(Kernel(**each) for each in named)
+    found = []
+    for key in sorted(rows):
+        sums: dict[str, Any] = {name: round(x) for name, x in rows[key].items()}
+        found.append(Kernel(**dict(zip(fields, key, strict=True)), **sums))
+    return tuple(found)
 
 
 def _name(instruction: Instruction) -> str:

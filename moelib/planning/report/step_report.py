@@ -12,8 +12,6 @@ from typing import Any
 
 SMALL_BYTES = 1024  # Collectives up to this size carry scalars or counts and cost latency only.
 
-_RENAMED = {"places": "locations"}  # Keys in reports of earlier versions.
-
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
@@ -95,18 +93,6 @@ class Fusions:
 
 
 @dataclasses.dataclass(frozen=True)
-class DeepFusion:
-    """A fusion of many instructions."""
-
-    name: str
-    kind: str
-    instructions: int  # Instructions inside.
-    levels: int  # Levels of nested fusions.
-    executions: int
-    op_name: str
-
-
-@dataclasses.dataclass(frozen=True)
 class Share:
     """The amount of a category, in the unit of its table (bytes or cycles)."""
 
@@ -125,7 +111,7 @@ class Finding:
     config_path: str  # Field of the trainer's config to change.
     advice: str  # The problem, and the setting that avoids it.
     bytes: int = 0  # Of the instruction's result, or of an array of the state, per device.
-    executions: int = 0  # Per step; 0 if the subject is not an instruction.
+    executions: float = 0  # Per step; 0 if the subject is not an instruction.
     op_name: str = ""
     locations: tuple[str, ...] = ()  # Source lines, innermost first.
     count: int = 1  # Number of instructions with the same rule, config_path and advice.
@@ -160,7 +146,7 @@ class Costly:
     op_name: str
     source: str  # Function that made it.
     locations: tuple[str, ...]  # Innermost source lines of the calls to it.
-    executions: int
+    executions: float
     cycles: int
 
 
@@ -200,7 +186,6 @@ class StepReport:
     stages: tuple[Stage, ...] = ()  # From the jaxpr to the compiled program.
     collective_groups: tuple[CollectiveGroups, ...] = ()
     fusion_kinds: tuple[Fusions, ...] = ()
-    deepest_fusions: tuple[DeepFusion, ...] = ()
     memory_shares: tuple[Share, ...] = ()  # Bytes by content.
     cycle_shares: tuple[Share, ...] = ()  # Cycles by kind of work and phase.
     findings: tuple[Finding, ...] = ()
@@ -252,9 +237,8 @@ def _build(kind: Any, value: Any) -> Any:
     """Returns a JSON value as an instance of a field's type."""
     if dataclasses.is_dataclass(kind):
         types = typing.get_type_hints(kind)
-        fields = {_RENAMED.get(name, name): inside for name, inside in value.items()}
         return typing.cast(Any, kind)(
-            **{name: _build(types.get(name, Any), inside) for name, inside in fields.items()}
+            **{name: _build(types.get(name, Any), inside) for name, inside in value.items()}
         )
     if typing.get_origin(kind) is tuple:
         return tuple(_build(typing.get_args(kind)[0], inside) for inside in value)

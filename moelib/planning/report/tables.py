@@ -51,14 +51,6 @@ _STAGES: _Columns = {
     "instructions>": lambda row: _number(row.instructions),
     "fusions>": lambda row: _number(row.fusions),
 }
-_DEEPEST: _Columns = {
-    "fusion": "`{0.name}`",
-    "kind": "{0.kind}",
-    "instructions>": "{0.instructions:,}",
-    "levels>": "{0.levels}",
-    "executed>": "{0.executions:,}",
-    "op_name": "`{0.op_name}`",
-}
 _MEMORY: _Columns = {"content": "{0.category}", "GiB>": lambda row: f"{row.amount / _GIB:.3f}"}
 _SOURCES: _Columns = {
     "Mcycles>": lambda row: f"{row.cycles / 1e6:.2f}",
@@ -76,6 +68,10 @@ def _table(title: str, rows: Iterable[Any], columns: _Columns) -> Table:
 
 def _number(value: int) -> str:
     return f"{value:,}" if value else "-"
+
+
+def _times(executions: float) -> str:
+    return f"{executions:,.2f}".removesuffix(".00")
 
 
 def collectives_table(report: StepReport) -> Table:
@@ -98,7 +94,7 @@ def costliest_table(report: StepReport, top: int, cycles_per_second: float) -> T
     columns: _Columns = {
         "Mcycles>": _SOURCES["Mcycles>"],
         "ms>": lambda row: f"{1e3 * row.cycles / cycles_per_second:.2f}",
-        "executed>": "{0.executions:,}",
+        "executed>": lambda row: _times(row.executions),
         "instruction and origin": lambda row: (
             f"{row.name} {row.shape[:_MAX_SHAPE]}\n  " + (" < ".join(row.locations) or row.op_name)
         ),
@@ -109,7 +105,7 @@ def costliest_table(report: StepReport, top: int, cycles_per_second: float) -> T
 def finding_lines(finding: Finding) -> list[str]:
     """Returns a finding as lines: rule and config path, instruction, advice, source lines."""
     more = f" and {finding.count - 1} more" if finding.count > 1 else ""
-    times = f", {finding.executions} times per step" if finding.executions else ""
+    times = f", {_times(finding.executions)} times per step" if finding.executions else ""
     lines = [
         f"{finding.severity}: {finding.rule}: {finding.config_path}",
         f"{finding.instruction}{more}: {finding.bytes / _MIB:,.1f} MiB{times}",
@@ -202,8 +198,6 @@ def _fusions(report: StepReport) -> list[Table | str]:
         text,
         "Fusions in the program, and executions in parentheses:",
         Table("", ("kind", *(f"{phase}>" for phase in PHASES), "all>"), rows),
-        "Fusions with the most instructions:",
-        _table("", report.deepest_fusions, _DEEPEST),
     ]
 
 

@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from experiments.tasks import causal_lm, lora
+from moelib.train.pretrained import read_config
 
 
 def test_adapter_is_the_difference_of_the_merged_model_and_the_base(tmp_path, monkeypatch):
@@ -37,6 +38,20 @@ def test_adapter_is_the_difference_of_the_merged_model_and_the_base(tmp_path, mo
     assert len(adapted) == len(adapter) / 2 == 14
     for name in base.keys() - adapted:
         np.testing.assert_array_equal(base[name], merged[name])
+
+
+@pytest.mark.parametrize(
+    ("family", "count"),
+    [  # Matrices of attention, and those of experts or of dense layers and shared experts.
+        ("gpt_oss", 2 * 4),  # With biases.
+        ("deepseek_v3", 3 + 2 * 8 * 3),
+        ("qwen2_moe", 3 * 4 + 3 + 2 * 3),
+    ],
+)
+def test_matrices_that_peft_holds_are_adapted(family, count, caplog):
+    cfg, _ = read_config(f"tests/models/huggingface/fixtures/{family}")
+    assert len({mapping.tensor for mapping in lora.adapted(cfg.instantiate(parent=None))}) == count
+    assert ("are not adapted" in caplog.text) == (family != "gpt_oss")
 
 
 @pytest.mark.slow

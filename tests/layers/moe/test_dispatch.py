@@ -70,9 +70,10 @@ def pulled(dispatcher, params, x, ids, weights, mask, grad):
     """Returns (value, gradients in parameters, x and weights)."""
 
     def run(params, x, weights):
-        rows = lambda a: a.reshape(B, S, *a.shape[1:])
+        rows = lambda a: a.reshape(B, -1, *a.shape[1:])
         assignments = Assignments(rows(ids), rows(weights), rows(mask))
-        return dispatcher(EXPERTS, params, rows(x), assignments, DispatchContext(E)).y.reshape(T, D)
+        y, _ = dispatcher(EXPERTS, params, rows(x), assignments, DispatchContext(E))
+        return y.reshape(-1, D)
 
     value, pull = jax.vjp(run, params, x, weights)
     return value, pull(grad)
@@ -145,6 +146,24 @@ def test_padding_may_have_any_value(dispatcher):
     x, weights = jnp.where(hole, jnp.nan, X), jnp.where(hole, jnp.nan, WEIGHTS)
     got = pulled(dispatcher, PARAMS, x, ids, weights, mask, GRAD)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), got, want)
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        CapacityDispatcher.default_config().set(capacity_factor=0.6),
+        RaggedDispatcher.default_config().set(buffer_factor=0.6, buffer_blocks=E),
+    ],
+)
+def test_padding_after_a_sequence_drops_the_assignments_that_it_drops_alone(cfg):
+    num = 7  # Of 10 positions: 2 of 14 assignments per expert, but 3 of 20.
+    ids, run = jnp.asarray(random_ids([0, 1, 2])), functools.partial(pulled, cfg.instantiate())
+    cut = lambda a: a.reshape(B, S, -1)[:, :num].reshape(B * num, -1)
+    padded = run(PARAMS, X, ids, WEIGHTS, jnp.asarray(np.tile(np.arange(S) < num, B)), GRAD)
+    alone = run(PARAMS, *map(cut, (X, ids, WEIGHTS)), jnp.ones(B * num, bool), cut(GRAD))
+    np.testing.assert_allclose(cut(padded[0]), alone[0], atol=1e-5)
+    every = run(PARAMS, X, ids, WEIGHTS, jnp.ones(T, bool), GRAD)
+    assert np.abs(cut(every[0]) - alone[0]).max() > 0.1
 
 
 def test_bfloat16_rows_are_summed_in_float32():

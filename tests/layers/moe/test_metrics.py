@@ -36,7 +36,8 @@ def test_metrics_are_those_of_the_valid_tokens():
     assert got.keys() == want.keys()
     for name, value in want.items():
         np.testing.assert_allclose(reading(got[name]), value, rtol=1e-6, err_msg=name)
-        assert name == "load_max_over_mean" or np.all(got[name].weight == 3)
+        if name != "load_max_over_mean":
+            assert np.all(got[name].weight == (6 if name == "drop_rate" else 3))
 
 
 def test_the_busiest_expert_of_all_micro_batches_is_reported():
@@ -48,6 +49,15 @@ def test_the_busiest_expert_of_all_micro_batches_is_reported():
         for e in (1, 0)
     )
     assert float(reading(combine(even, uneven))) == float(reading(combine(uneven, even))) == 2
+
+
+def test_the_drop_rate_of_micro_batches_is_that_of_their_assignments():
+    # 1 of 1 and 1 of 3 assignments: some tokens have one expert, and an id of 4 is none.
+    one, three = (
+        routing_metrics(routing(np.zeros((1, 2, 4)), ids, np.ones((1, 2), bool)), jnp.float32(1))
+        for ids in (np.array([[[0, 4], [4, 4]]]), np.array([[[0, 4], [1, 2]]]))
+    )
+    assert float(reading(combine(one["drop_rate"], three["drop_rate"]))) == 2 / 4
 
 
 def test_a_router_that_knows_nothing_has_full_entropy():

@@ -99,6 +99,18 @@ def test_where_tokens_went_is_counted_in_training_only():
     assert not outputs.state_updates
 
 
+def test_sigmoids_that_all_underflow_have_the_probabilities_of_their_exponentials():
+    # sigmoid(l) is exp(l) to 87 digits at l = -200, and 0 in float32.
+    layer = router(score=Score.SIGMOID, bias=True)
+    bias = -200.0 - jnp.arange(E, dtype=jnp.float32)
+    params = {"weight": jnp.zeros((D, E)), "bias": bias}
+    run = lambda params: call(layer, params, jnp.asarray(X), MASK).probs
+    want = np.broadcast_to(softmax(np.arange(0.0, -E, -1)), (2, 6, E))
+    np.testing.assert_allclose(run(params), want, rtol=1e-5)
+    gradients = jax.grad(lambda params: jnp.sum(jnp.square(run(params))))(params)
+    assert np.all(np.isfinite(gradients["bias"]))
+
+
 def test_gradients_reach_the_weights_through_the_scores():
     for score in Score:
         layer = router(score=score)

@@ -2,8 +2,9 @@
 
     pytest -m hf tests/models/huggingface
 
-makes that Python once, in .cache/transformers (1.5 GB, a minute or two); `MOELIB_HF_PYTHON` names
-another that has torch, transformers and peft.
+makes a Python for each of two versions once, in .cache/transformers-VERSION (2.3 GB, a few
+minutes); `MOELIB_HF_PYTHON` and `MOELIB_HF4_PYTHON` name others that have torch, transformers and,
+the first, peft.
 """
 
 import json
@@ -13,8 +14,10 @@ import shutil
 import subprocess
 import sys
 
+import einops
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -22,6 +25,7 @@ from safetensors.numpy import load_file, save_file
 import moelib
 from experiments import flame_moe
 from experiments.tasks import causal_lm, lora
+from moelib.core import tree
 from moelib.core.config import config_for_function
 from moelib.core.module import functional
 from moelib.data.lm_input import LMInput
@@ -30,6 +34,7 @@ from moelib.data.source import InMemorySource
 from moelib.data.token_store import TokenStore
 from moelib.data.tokenizer import train_bpe
 from moelib.layers.initializers import normal
+from moelib.models.huggingface.families import read_model
 from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.train import convert
 from moelib.train.pretrained import (
@@ -44,22 +49,29 @@ pytestmark = [pytest.mark.hf, pytest.mark.slow]
 
 HERE = pathlib.Path(__file__).parent
 FAMILIES = sorted(path.name for path in (HERE / "fixtures").iterdir())
-PINNED = ("torch==2.13.0", "transformers==5.23.0", "peft==0.21.2", "safetensors", "numpy")
+NEWEST, OLDER = "5.24.0", "4.57.6"
+VARIABLES = {NEWEST: "MOELIB_HF_PYTHON", OLDER: "MOELIB_HF4_PYTHON"}
+
+
+def python_with(version):
+    """Returns a Python that has torch and this version of transformers."""
+    if given := os.environ.get(VARIABLES[version]):
+        return given
+    folder = HERE.parents[2] / f".cache/transformers-{version}"
+    packages = ["torch==2.13.0", f"transformers=={version}", "safetensors", "numpy"]
+    packages += ["peft==0.21.2"] if version == NEWEST else []
+    done = folder / "done"
+    if not done.exists() or done.read_text() != " ".join(packages):
+        base = shutil.which("python3.11") or sys.executable
+        subprocess.run([base, "-m", "venv", "--clear", folder], check=True)
+        subprocess.run([folder / "bin/pip", "install", "--quiet", *packages], check=True)
+        done.write_text(" ".join(packages))
+    return folder / "bin/python"
 
 
 @pytest.fixture(scope="module")
 def python():
-    """Returns a Python that has torch and transformers."""
-    if given := os.environ.get("MOELIB_HF_PYTHON"):
-        return given
-    folder = HERE.parents[2] / ".cache/transformers"
-    done = folder / "done"
-    if not done.exists() or done.read_text() != " ".join(PINNED):
-        base = shutil.which("python3.11") or sys.executable
-        subprocess.run([base, "-m", "venv", "--clear", folder], check=True)
-        subprocess.run([folder / "bin/pip", "install", "--quiet", *PINNED], check=True)
-        done.write_text(" ".join(PINNED))
-    return folder / "bin/python"
+    return python_with(NEWEST)
 
 
 def in_transformers(python, folder, input_ids, *adapter):
@@ -99,15 +111,71 @@ def check(python, cfg, params, folder, architecture):
     np.testing.assert_array_equal(text, generated)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_loads_what_we_write_and_computes_the_same(family, python, tmp_path):
-    cfg, _ = read_config(str(HERE / "fixtures" / family))
+SCALED = {"factor": 8.0, "mscale_all_dim": 0.707}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, **SCALED}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "original_max_position_embeddings": 16}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, **SCALED}
+
+
+@pytest.mark.parametrize("version", [NEWEST, OLDER])
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [*((family, None) for family in FAMILIES), ("deepseek_v2", LINEAR), ("deepseek_v3", LLAMA3)],
+    ids=lambda x: x["rope_type"] if isinstance(x, dict) else x,
+)
+def test_transformers_computes_the_same_and_both_read_what_the_other_writes(
+    family, rope, version, tmp_path
+):
+    settings = json.loads((HERE / "fixtures" / family / "config.json").read_text())
+    rope = {**(rope or settings["rope_parameters"])}
+    if family.startswith("deepseek_v2") and version == OLDER:  # It does not scale the scores.
+        rope.pop("mscale_all_dim")
+    _, cfg = read_model(settings | {"rope_parameters": rope}, family)
     model = cfg.clone(param_init=config_for_function(normal).set(std=0.3)).instantiate(parent=None)
     params = model.initialize_parameters_recursively(jax.random.key(0))
     architecture = save_pretrained(str(tmp_path), cfg, params)
-    check(python, cfg, params, tmp_path, architecture)
-    back = load_pretrained(str(tmp_path))
-    assert back.cfg == cfg
+    check(python_with(version), cfg, params, tmp_path, architecture)
+    for folder in (tmp_path, tmp_path / "theirs"):
+        back = load_pretrained(str(folder))
+        assert back.cfg == cfg
+        jax.tree.map(np.testing.assert_array_equal, back.params, params)
+
+
+@pytest.mark.parametrize("scales_dtype", [np.float32, ml_dtypes.float8_e8m0fnu])
+def test_transformers_reads_the_same_from_deepseek_v3_in_fp8(
+    scales_dtype, python, tmp_path, caplog
+):
+    settings = json.loads((HERE / "fixtures/deepseek_v3/config.json").read_text())
+    _, cfg = read_model(settings | {"hidden_size": 256}, "deepseek_v3")
+    cfg.param_init = config_for_function(normal).set(std=0.05)
+    params = cfg.instantiate(parent=None).initialize_parameters_recursively(jax.random.key(0))
+    save_pretrained(str(tmp_path), cfg, params)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        low, scales = in_float8(tensors[name])
+        tensors |= {name: low, f"{name}_scale_inv": scales.astype(scales_dtype)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    about = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    about |= {"scale_fmt": "float" if scales_dtype is np.float32 else "ue8m0"}
+    settings = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": about}
+    del settings["num_nextn_predict_layers"]  # The default in transformers is 1.
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "SHA256SUMS").unlink()
+    params = load_pretrained(str(tmp_path)).params
+    check(python, cfg, params, tmp_path, "DeepseekV3ForCausalLM")
+    theirs = load_pretrained(str(tmp_path / "theirs"))
+    assert theirs.settings["num_nextn_predict_layers"] == 1
+    assert "not read" not in caplog.text  # It has no modules of multi-token prediction.
+    jax.tree.map(np.testing.assert_array_equal, theirs.params, params)
+
+
+def in_float8(values):
+    """Returns (values, scales) of a matrix whose sizes are at most 128 or multiples of it."""
+    sizes = {axis: min(128, size) for axis, size in zip("ab", values.shape, strict=True)}
+    blocks = einops.rearrange(values, "(i a) (j b) -> i j a b", **sizes)
+    scales = np.exp2(np.ceil(np.log2(np.abs(blocks).max((2, 3)) / 448)))
+    low = (blocks / scales[..., None, None]).astype(ml_dtypes.float8_e4m3fn)
+    return einops.rearrange(low, "i j a b -> (i a) (j b)"), scales
 
 
 @pytest.mark.parametrize("name", ["flame-moe-tiny", "dense-77m"])
@@ -133,6 +201,30 @@ def test_peft_loads_the_adapter_of_the_lora_example_and_computes_the_same(python
     assert np.abs(adapted - base).max() > 0.1
     np.testing.assert_allclose(adapted, ours, rtol=0, atol=1e-4)
     np.testing.assert_array_equal(generated, text)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "qwen2_moe", "deepseek_v3"])
+def test_peft_computes_the_same_with_an_adapter_of_a_model_with_biases_or_experts(
+    family, python, tmp_path
+):
+    shutil.copytree(HERE / "fixtures" / family, base := tmp_path / "base")
+    loaded = load_pretrained(str(base))
+    model, shapes = loaded.cfg.instantiate(parent=None), tree.by_path(loaded.params)
+    mappings = lora.adapted(model)
+    adapter = lora.make_adapter(jax.random.key(0), mappings, shapes)
+    for i, matrices in enumerate(adapter.values()):
+        b = matrices["lora_B"]
+        matrices["lora_B"] = 0.1 * jax.random.normal(jax.random.key(i), b.shape)
+    lora.save_adapter(str(tmp_path / "adapter"), adapter, str(base))
+    (base / "expected.safetensors").unlink()
+    ids = jax.random.randint(jax.random.key(1), (2, 12), 0, 40)
+    merged = lora.merged({"base": loaded.params, "adapter": adapter}, mappings)
+    ours, text = greedy(model, merged, ids)
+    _, before, _ = in_transformers(python, base, ids)
+    _, theirs, generated = in_transformers(python, base, ids, tmp_path / "adapter")
+    assert np.abs(theirs - before).max() > 0.1
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * max(1.0, np.abs(theirs).max()))
+    np.testing.assert_array_equal(text, generated)
 
 
 def run_of(folder, *, model=None, **fields):

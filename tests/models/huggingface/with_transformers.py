@@ -3,7 +3,8 @@
     python with_transformers.py FOLDER OUT [ADAPTER]
 
 FOLDER holds a model and asked.safetensors, `input_ids` [B, S]. OUT becomes a safetensors file of
-`logits` [B, S, V] and `generated` [B, S + 16], greedily. ADAPTER is a folder that PEFT applies.
+`logits` [B, S, V] and `generated` [B, S + 16], greedily. ADAPTER is a folder that PEFT applies;
+without one, FOLDER/theirs becomes the model as transformers writes it.
 """
 
 import pathlib
@@ -27,6 +28,8 @@ if __name__ == "__main__":
 
         warnings.simplefilter("error", UserWarning)  # PEFT warns of tensors that are missing.
         model = peft.PeftModel.from_pretrained(model, adapter[0])
+    else:
+        model.save_pretrained(folder / "theirs")
     ids = load_file(folder / "asked.safetensors")["input_ids"].long()
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moelib.core.errors import UserError
 from moelib.core.jaxpr import num_consts_and_carries, walk
 from moelib.core.module import functional
 from moelib.kernels.backend import use_backends
@@ -257,3 +258,12 @@ def test_a_scan_in_a_shard_map_that_checks_axes_is_split():
         assert passes.saved
         assert passes.deferred
         assert vjp(gradients)[0].shape == weights.shape
+
+
+def test_effects_that_a_pass_would_lose_are_refused():
+    def print_it(params, x, others, same):
+        jax.debug.print("{}", x[0])
+        return params * x, ()
+
+    with pytest.raises(UserError, match="debug_"):
+        split_passes(print_it, np.ones(3, np.float32), np.ones(3, np.float32), (), ())

@@ -1,6 +1,5 @@
-"""Compilation in a subprocess: progress, time limit, cache, and ways to end."""
+"""Compilation in a subprocess: progress, time limit, and ways to end."""
 
-import dataclasses
 import json
 import os
 import signal
@@ -18,7 +17,7 @@ from moelib.planning.report.step_report import Memory, StepReport
 from tests import tiny
 
 _REPORT = StepReport(
-    name="",
+    name="tiny",
     topology="v6e:2x2",
     mesh={"fsdp": 4},
     memory=Memory(1, 2, 3, 4, 5, 6),
@@ -75,7 +74,7 @@ def _reports(count):
 
 
 def _run(cfg, topology="v6e:2x2", *, name="tiny", on_progress=lambda line: None, **options):
-    settings = CompileOptions(**{"cache_dir": None} | options)
+    settings = CompileOptions(**options)
     return compile_in_subprocess(cfg, topology, settings, name=name, on_progress=on_progress)
 
 
@@ -83,58 +82,11 @@ def test_a_report_comes_back_with_its_stages_and_progress(cfg, worker, tmp_path)
     worker(_reports(tmp_path / "count"))
     lines = []
     outcome = _run(cfg, on_progress=lines.append)
-    assert outcome.report == dataclasses.replace(_REPORT, name="tiny")
-    assert (outcome.failure, outcome.from_cache) == ("", False)
+    assert outcome.report == _REPORT
+    assert outcome.failure == ""
     assert outcome.stages == {"start": 0.5, "build": 0.5, "trace": 0.5}
     assert "v6e:2x2: traced in 0.5 s (3 top-level equations)" in lines
     assert "a library greets" in lines
-
-
-def test_a_second_compilation_is_read_from_the_cache(cfg, worker, tmp_path):
-    worker(_reports(tmp_path / "count"))
-    first = _run(cfg, cache_dir=str(tmp_path / "cache"))
-    again = _run(cfg, cache_dir=str(tmp_path / "cache"), name="another")
-    assert (first.from_cache, again.from_cache) == (False, True)
-    assert again.report == dataclasses.replace(_REPORT, name="another")
-    assert again.stages == first.stages
-    assert (tmp_path / "count").read_text() == "x"
-
-
-@pytest.mark.parametrize("change", ["config", "options", "topology"])
-def test_a_change_of_the_program_is_compiled_again(cfg, worker, tmp_path, change):
-    worker(_reports(tmp_path / "count"))
-    folder = str(tmp_path / "cache")
-    _run(cfg, cache_dir=folder)
-    topology, options = "v6e:2x2", {}
-    if change == "config":
-        cfg.model.dim = 32
-    elif change == "options":
-        options = {"xla_a": "1"}
-    else:
-        topology = "v6e:2x4"
-    _run(cfg, topology, cache_dir=folder, compiler_options=options)
-    assert (tmp_path / "count").read_text() == "xx"
-
-
-def test_dumps_never_come_from_the_cache(cfg, worker, tmp_path):
-    worker(_reports(tmp_path / "count"))
-    for _ in range(2):
-        _run(cfg, cache_dir=str(tmp_path / "cache"), dump_dir=str(tmp_path / "dump"))
-    assert (tmp_path / "count").read_text() == "xx"
-
-
-@pytest.mark.parametrize("damage", ["{", "[]", '{"report": {}}', '{"stages": {}, "report": {}}'])
-def test_a_damaged_file_of_the_cache_is_a_miss_that_warns(cfg, worker, tmp_path, damage, caplog):
-    worker(_reports(tmp_path / "count"))
-    folder = tmp_path / "cache"
-    _run(cfg, cache_dir=str(folder))
-    (path,) = folder.iterdir()
-    path.write_text(damage)
-    outcome = _run(cfg, cache_dir=str(folder))
-    assert outcome.report is not None
-    assert not outcome.from_cache
-    assert "compiled again" in caplog.text
-    assert _run(cfg, cache_dir=str(folder)).from_cache
 
 
 def test_the_time_limit_ends_all_processes_and_keeps_completed_stages(cfg, worker, tmp_path):
@@ -144,13 +96,12 @@ def test_the_time_limit_ends_all_processes_and_keeps_completed_stages(cfg, worke
     pathlib.Path({str(pid)!r}).write_text(str(child.pid))
     time.sleep(600)
     """)
-    outcome = _run(cfg, timeout_seconds=2.0, cache_dir=str(tmp_path / "cache"))
+    outcome = _run(cfg, timeout_seconds=2.0)
     assert outcome.report is None
     assert "v6e:2x2: the time limit of 2 s has passed: " in outcome.failure
     assert "traced in 0.5 s (3 top-level equations); then lower ran" in outcome.failure
     assert list(outcome.stages) == ["start", "build", "trace", "lower"]
     assert _has_ended(int(pid.read_text()))
-    assert not (tmp_path / "cache").exists()  # A longer limit may do.
 
 
 def _has_ended(pid):
@@ -219,18 +170,12 @@ def test_a_time_limit_of_zero_is_refused(cfg):
 
 
 @pytest.mark.slow
-def test_the_real_worker_compiles_and_refuses_and_both_are_kept(cfg, tmp_path):
+def test_the_real_worker_compiles_and_refuses(cfg, tmp_path):
     pytest.importorskip("libtpu")
-    folder, dumps = str(tmp_path / "cache"), tmp_path / "dump"
-    outcome = _run(cfg, cache_dir=folder, dump_dir=str(dumps))
+    outcome = _run(cfg, dump_dir=str(tmp_path / "dump"))
     assert outcome.report is not None, outcome.failure
     assert outcome.report.memory.peak > 0
     assert list(outcome.stages) == ["start", "build", "trace", "lower", "compile", "count"]
-    assert (dumps / "hlo_optimized.txt").read_text().startswith("HloModule")
-    kept = _run(cfg, cache_dir=folder)
-    assert (kept.from_cache, kept.report) == (True, outcome.report)
+    assert (tmp_path / "dump/hlo_optimized.txt").read_text().startswith("HloModule")
     cfg.mesh_shape = (1, 3, 1, 1, 1, 1)
-    for from_cache in (False, True):
-        refused = _run(cfg, cache_dir=folder)
-        assert "takes 3 devices, but there are 4" in refused.failure
-        assert refused.from_cache == from_cache
+    assert "takes 3 devices, but there are 4" in _run(cfg).failure

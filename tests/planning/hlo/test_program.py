@@ -167,8 +167,8 @@ def test_the_slots_of_a_pipeline_run_as_its_schedule_has_them():
         branches, branches + ', metadata={op_name="jit(step)/pipeline_slots/cond"}'
     )
     inside = named.replace("calls=%fused_computation", "calls=%dear")  # In loops, 20 times.
-    found = hlo.parse(inside, {"pipeline_slots": (0.75, 0.25)}).computations
-    assert (found["cheap"].executions, found["dear"].executions) == (1, 20)
+    found = hlo.parse(inside, {"pipeline_slots": (0.5, 0.5)}).computations
+    assert (found["cheap"].executions, found["dear"].executions) == (0.5, 20.5)
     # A single share is that of the costliest branch.
     found = hlo.parse(inside.replace('"3"', '"8"'), {"pipeline_slots": (0.0,)}).computations
     assert (found["cheap"].executions, found["dear"].executions) == (0, 45)

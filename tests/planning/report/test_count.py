@@ -71,6 +71,7 @@ def layers(where):
     ["v6e:4x4", *(pytest.param(x, marks=pytest.mark.slow) for x in ("v5p:4x4x4", "tpu7x:2x2x2"))],
 )
 def test_over_the_whole_torus_weights_are_gathered_and_gradients_scattered(name):
+    pytest.importorskip("libtpu")
     where = topology(name)
     mesh = create_device_mesh((-1,), ("fsdp",), where.devices)
     split = PartitionSpec(None, "fsdp")

@@ -4,9 +4,9 @@ from moelib.layers.moe.rows import SUM_ROWS
 from moelib.planning.hlo import program as hlo
 from moelib.planning.hlo.source import phase
 from moelib.planning.report.collectives import collectives_by_axes, collectives_by_groups
-from moelib.planning.report.fusions import deepest_fusions, fusion_kinds, phase_of
+from moelib.planning.report.fusions import fusion_kinds, phase_of
 from moelib.planning.report.kernels import kernels
-from moelib.planning.report.step_report import CollectiveGroups, DeepFusion, Fusions, Kernel
+from moelib.planning.report.step_report import CollectiveGroups, Fusions, Kernel
 
 # As compilers for GPUs write it: a gemm as a fusion, cuBLAS, kernels, starts that are synchronous.
 GPU = r"""HloModule jit_step
@@ -77,11 +77,6 @@ def test_fusions_are_counted_by_kind_and_phase():
         Fusions("loop", "optimizer", 1, 1, 2),  # By what is in it: it has no name of its own.
         Fusions("triton_nested_gemm_fusion", "forward", 1, 1, 1),
     )
-
-
-def test_the_deepest_fusion_has_the_most_instructions_and_those_of_fusions_in_it():
-    first = deepest_fusions(hlo.parse(GPU))[0]
-    assert first == DeepFusion("deep", "loop", 2, 2, 1, "")
 
 
 def test_an_instruction_without_a_name_has_no_phase():
