@@ -176,14 +176,21 @@ class LocalCheckpoints:
     def restore(self, target: Any, *, after: int, skip_checksums: bool = False) -> Restored | None:
         """Returns the newest checkpoint after the step `after` that all processes can read.
 
-        `after` is the step of the newest durable one; local ones that were written after a later
-        one, which the user has moved away, are not used. Each that cannot be used is skipped with a
-        warning; None if there is none. All processes must call it.
+        `after` is the step of the newest durable one; if a local one followed a later one, which
+        the user has moved away, none is used. Each that cannot be used is skipped with a warning;
+        None if there is none. All processes must call it.
         """
         steps = set()
         with _failure_logged("Local checkpoints after step %d are not used", after):
             found = [item for each in self._folders() for item in list_checkpoints(each).items()]
-            steps = {step for step, path in found if step > after and _follows(path, after)}
+            steps = {step for step, _ in found if step > after}
+            if steps and (gone := max(_followed(path) for _, path in found)) > after:
+                logger.warning(
+                    "Local checkpoints of steps %s are not used: step %d, which the newest "
+                    "followed, is gone.",
+                    *(sorted(steps), gone),
+                )
+                steps = set()
         common = set.intersection(*map(set, gather_json(sorted(steps))))
         for step in sorted(common, reverse=True):
             try:
@@ -283,15 +290,12 @@ def _failure_logged(text: str, step: int) -> Iterator[None]:
         logger.error(f"{text}: %s. Training continues.", step, first_line(error))
 
 
-def _follows(path: str, durable: int) -> bool:
-    """Returns whether a local checkpoint followed the newest durable one, or an earlier one."""
+def _followed(path: str) -> int:
+    """Returns the step of the durable checkpoint that a local one followed, 0 if unknown."""
     try:
-        after = read_json(os.path.join(path, _INDEX)).get("after", 0)
+        return read_json(os.path.join(path, _INDEX)).get("after", 0)
     except UserError:
-        return True  # Reading it describes the damage.
-    if after > durable:
-        logger.warning("%s is not used: it followed step %d, which is gone.", path, after)
-    return after <= durable
+        return 0  # Reading it describes the damage.
 
 
 def _digest(record: CheckpointRecord) -> str:

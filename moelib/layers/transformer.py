@@ -227,7 +227,8 @@ class ScanStack(BaseStack):
     ) -> Array:
         """Returns the output of one block, whose parameters are the state of this context.
 
-        It saves what `remat_block` says. No layer inside may carry values to the next one.
+        The block is recomputed in its backward pass as `remat` says. No layer inside may carry
+        values to the next one.
 
         Args:
             x: The residual stream.

@@ -174,10 +174,9 @@ class Learner(Module):
                 f"{self._field(field)} builds {optimizer!r}; set it to the config of a function "
                 "that returns an optax.GradientTransformation."
             )
-        formats = self.config.first_moment, self.config.second_moment
-        if set(formats) == {MomentFormat.FLOAT32}:
+        if not self._has_low_moments():
             return optimizer
-        return stored_as(optimizer, *formats)
+        return stored_as(optimizer, self.config.first_moment, self.config.second_moment)
 
     @nowrap
     def is_updated(self, path: str) -> bool:
@@ -212,8 +211,7 @@ class Learner(Module):
         state = LearnerState(optimizer, ema, jnp.zeros((), jnp.int32))
         fields = ("first_moment", "second_moment")
         *moments, others = moments_in(state.optimizer)
-        formats = {getattr(self.config, field) for field in fields}
-        if others and formats != {MomentFormat.FLOAT32} and not self._warned:
+        if others and self._has_low_moments() and not self._warned:
             self._warned = True
             logger.warning(
                 "%s: %s are no moments of a known optimizer, and stay in float32.",
@@ -245,9 +243,12 @@ class Learner(Module):
 
     def _rounds(self, updated: Nested) -> bool:
         """Returns whether moments, or some of the parameters, are stored in fewer bits."""
-        formats = {self.config.first_moment, self.config.second_moment}
         low = any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(updated))
-        return low or formats != {MomentFormat.FLOAT32}
+        return low or self._has_low_moments()
+
+    def _has_low_moments(self) -> bool:
+        formats = self.config.first_moment, self.config.second_moment
+        return set(formats) != {MomentFormat.FLOAT32}
 
     @nowrap
     def state_specs(self) -> LearnerState:

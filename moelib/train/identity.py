@@ -72,8 +72,8 @@ _MUST_ACCEPT = {"train_dtype": "train_dtype", "num_microbatches": "accumulation"
 _STORED = re.compile(r"learner\b.*\b(first|second)_moment")
 _OF_ITS_OWN = "EIGHT_BIT"
 
-# But the capacity of a dispatcher decides which tokens are dropped, unless its factor is None.
-_CAPACITY = re.compile(r"(.*\.dispatcher\.)(?:(capacity|buffer)_factor|buffer_blocks)")
+# But the capacity of a dispatcher decides which tokens are dropped.
+_CAPACITY = re.compile(r".*\.dispatcher\.capacity_factor")
 
 
 class TrainerDirConflictError(UserError):
@@ -82,19 +82,12 @@ class TrainerDirConflictError(UserError):
 
 def identity(config_text: str) -> dict[str, str]:
     """Returns the lines of a config's text that determine the numbers of a run, {path: literal}."""
-    values = text_lines(config_text)
-
-    def drops(path: str) -> bool:
-        found = _CAPACITY.fullmatch(path)
-        factor = found and f"{found[1]}{found[2] or 'buffer'}_factor"
-        return factor is not None and values.get(factor, "None") != "None"
-
     return {
         path: value
-        for path, value in values.items()
+        for path, value in text_lines(config_text).items()
         if not _NOT_OF_THE_NUMBERS.fullmatch(path)
         and not _TUNED.fullmatch(path)
-        and (not _MAY_CHANGE.fullmatch(path) or drops(path))
+        and (not _MAY_CHANGE.fullmatch(path) or _CAPACITY.fullmatch(path))
     }
 
 

@@ -23,7 +23,7 @@ from moelib.core import precision
 from moelib.core.config import InstantiableConfig, config_class, config_for_function, did_you_mean
 from moelib.core.errors import MissingFileError, UserError
 from moelib.core.module import Module, functional, nowrap
-from moelib.core.processes import gather_json, on_process_0
+from moelib.core.processes import agreed, gather_json, on_process_0
 from moelib.core.routing_file import (
     LayerSizes,
     RoutingHeader,
@@ -128,7 +128,7 @@ class RoutingEvaler(Module):
     @nowrap
     def open_input(self) -> None:
         """Opens the input, unless it is open; reads no batch. Raises UserError."""
-        _ = self._input
+        agreed(lambda: self._input)
 
     @nowrap
     def write(

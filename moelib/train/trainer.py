@@ -118,7 +118,8 @@ class SpmdTrainer(Module):
         # Parts of a batch computed one after the other, with one set of gradients.
         num_microbatches: int = 1
         # Builds a function from the initial TrainerState to the one to start from. The builder gets
-        # the model, if it has an argument of that name.
+        # the model, if it has an argument of that name. The state of the learner follows from the
+        # new parameters, unless the function replaces it too.
         init_state_builder: InstantiableConfig | None = None
         # Another run's checkpoint, or a Hugging Face model, that a new run starts from; None starts
         # from initial values. A run that resumes ignores it.
@@ -412,8 +413,12 @@ class SpmdTrainer(Module):
             )
             if cfg.init_state_builder is not None:
                 given = {"model": self.model} if "model" in cfg.init_state_builder else {}
+                initial = state.learner
                 state = cfg.init_state_builder.instantiate(**given)(state)
+                is_learner_initial = state.learner is initial
                 state = jax.device_put(state, self.trainer_state_shardings)
+                if is_learner_initial:  # It may hold copies of the parameters, such as averages.
+                    state = state_lib.restart_learner(state, self.learner)
             position = None
             if self._init_from is not None:
                 again = self._origin.get("step")
@@ -627,7 +632,7 @@ class SpmdTrainer(Module):
             _ = self.batch_sharding  # Refuses a mesh that does not divide the batch.
             # The functions of a task are passed again wherever its weights are read.
             if cfg.checkpointer is not None and not isinstance(self.model, Task):
-                check_readable(cfg, self.trainer_state_specs.model)
+                agreed(lambda: check_readable(cfg, self.trainer_state_specs.model))
             if not cfg.skip_kernel_check:
                 check_kernels(cfg.train_dtype)
             saver = None if cfg.checkpointer is None else self.checkpointer
@@ -646,6 +651,7 @@ class SpmdTrainer(Module):
             self._account.start()
             self._start(prng_key, checked)
             on_process_0(lambda: write_config(cfg, cfg.dir))
+            stack.callback(self.summary_writer.close)
             self.summary_writer.write_text(self.step, "config", cfg.debug_string())
             return self._take_steps(prng_key)
 
@@ -681,9 +687,10 @@ class SpmdTrainer(Module):
                     *(self.config.init_from.run, self.config.dir, step),
                 )
             if step is not None and step < self.config.max_step:
-                check_tokenizers(self.config, self.config.dir)
-            if self._restored is not None and step != checked:  # Local, or before a damaged one.
-                self._check_directory(self._restored.record)
+                agreed(lambda: check_tokenizers(self.config, self.config.dir))
+            restored = self._restored
+            if restored is not None and step != checked:  # Local, or before a damaged one.
+                agreed(lambda: self._check_directory(restored.record))
         if self.config.checkpointer is not None and self.checkpointer.local is not None:
             self.checkpointer.local.delete_after(self.step)
         self._account.resume(self.step, time.perf_counter() - begin)
@@ -701,7 +708,8 @@ class SpmdTrainer(Module):
         stop = StopRequest()
         stopped_by: str | None = None
         try:
-            self.summary_writer.start_trackers(self.config.debug_string())
+            text = self.config.debug_string()
+            on_process_0(lambda: self.summary_writer.start_trackers(text))
             while True:
                 events = rewind.course_of(self.config.dir)
                 if self._bad_steps is not None:
@@ -725,7 +733,7 @@ class SpmdTrainer(Module):
         jax.block_until_ready(self._state)  # Else its collectives meet those of the restore.
         self._state = None  # Frees its memory for the one to restore.
         if again.skips_data and self.checkpointer.local is not None:
-            self.checkpointer.local.delete_after(self.checkpointer.latest_step() or 0)
+            self.checkpointer.local.delete_after(on_process_0(self.checkpointer.latest_step) or 0)
         self._account = self._new_account()
         self._account.start()
         self._start(prng_key, self.step)

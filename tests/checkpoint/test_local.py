@@ -71,10 +71,11 @@ def test_requested_step_is_a_durable_one(checkpointer):
     assert checkpointer.restore(target_of(make_state()), step=1).record.step == 1
 
 
-def test_one_that_followed_a_durable_one_which_was_moved_away_is_not_used(checkpointer, tmp_path):
-    for step in (1, 3):
-        save(checkpointer, step)
-    save_locally(checkpointer, 4)
+def test_none_is_used_if_the_durable_one_before_was_moved_away(checkpointer, tmp_path):
+    save(checkpointer, 1)
+    save_locally(checkpointer, 4)  # While the durable one of step 3 is written.
+    save(checkpointer, 3)
+    save_locally(checkpointer, 6)
     os.rename(step_path(checkpointer.dir, 3), tmp_path / "aside")
     assert checkpointer.restore(target_of(make_state())).record.step == 1
 

@@ -7,6 +7,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from moelib.core.jaxpr import walk
 from moelib.learner import offload
 from moelib.learner.streamed_update import _groups, streamed_update
 from moelib.planning.compiled.compile_step import no_compilation_cache
@@ -26,7 +27,10 @@ def test_streamed_update_equals_the_update():
 
     params = {"a": jnp.arange(4.0), "b": jnp.ones((2, 3)), "scalar": jnp.ones(())}
     state = {"m": jax.tree.map(jnp.ones_like, params), "count": jnp.zeros((), jnp.int32)}
-    turned = jax.jit(lambda p, s: streamed_update(update, p, p, offload.to_host(s)))(params, state)
+    run = lambda p, s: streamed_update(update, p, p, offload.to_host(s))
+    eqns = [site.eqn for site in walk(jax.make_jaxpr(run)(params, state))]
+    assert 3 in [eqn.params["length"] for eqn in eqns if eqn.primitive.name == "scan"]
+    turned = jax.jit(run)(params, state)
     want = jax.jit(update)(params, params, state)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), turned, want)
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(turned[1]["m"]) if x.ndim}
@@ -50,7 +54,7 @@ def test_parameters_that_are_updated_together_are_counted(wrapped, caplog):
 
     run = lambda p, s: streamed_update(update, p, p, offload.to_host(s))
     jax.eval_shape(run, params, optimizer.init(params))
-    assert ("updates 2 parameters together" in caplog.text) == wrapped
+    assert ("update of each of 2 parameters" in caplog.text) == wrapped
 
 
 def test_a_metric_computed_from_moments_is_refused():

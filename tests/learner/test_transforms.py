@@ -84,16 +84,6 @@ def test_decay_of_matrices_only_depends_on_the_spec():
     assert np.all(out["qkv"] == 0.5)
 
 
-def test_scale_by_path():
-    updates = arrays(SPECS)
-    out, _ = apply(transforms.scale_by_path([("layer/.*", 0.5)]), updates)
-    np.testing.assert_array_equal(out["layer"]["qkv"], 0.5 * updates["layer"]["qkv"])
-    np.testing.assert_array_equal(out["emb"]["weight"], updates["emb"]["weight"])
-    by_spec = transforms.scale_by_path(lambda spec: len(spec.shape), param_specs=SPECS)
-    out, _ = apply(by_spec, updates)
-    np.testing.assert_array_equal(out["layer"]["qkv"], 4 * updates["layer"]["qkv"])
-
-
 def test_split_gives_each_transformation_only_its_own_parameters():
     transform = transforms.split(
         {"fast": optax.sgd(1.0), "slow": optax.adam(0.1), "none": optax.adam(1.0)},
@@ -135,10 +125,6 @@ def test_bad_steps(loss, norm, take):
         (lambda: transforms.clip_by_global_norm(0.0), r"max_norm.*0.0"),
         (lambda: transforms.skip_bad_steps(drop_norm=-1.0), "drop_norm is -1.0"),
         (lambda: transforms.add_decayed_weights(-0.1), "weight_decay is -0.1"),
-        (
-            lambda: transforms.scale_by_path([("layers/.*", 2.0)], param_specs=SPECS),
-            r"scale_by_path:.*'layers/.*'",
-        ),
         (
             lambda: transforms.add_decayed_weights(0.1, per_param_scale=transforms.matrices_only),
             "param_specs",

@@ -172,16 +172,6 @@ class _Scaled(CausalLM):
         return self.decoder(x, positions=batch["positions"], scale=jnp.ones(x.shape[:1]))
 
 
-def test_floats_that_all_layers_get_are_refused():
-    cfg = model_config(stacked(transformer_layer(), num_layers=2))
-    fields = {name: value for name, value in cfg.items() if name != "klass"}
-    pipeline = PipelineConfig(Schedule.ONE_F_ONE_B, 2)
-    with pytest.raises(UserError, match="decoder gets 'scale', an array of floats"):
-        step_of(
-            _Scaled.default_config().set(**fields), {"pipeline": 2}, pipeline, num_microbatches=2
-        )
-
-
 class _ConstantNorm(RMSNorm):
     """Does not train its scale."""
 
@@ -281,8 +271,6 @@ class SharedNorm(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures SharedNorm."""
-
         input_dim: int = 16
 
     def forward(self, x, **side_inputs):
@@ -293,6 +281,7 @@ class SharedNorm(BaseLayer):
 @pytest.mark.parametrize(
     ("model", "layer", "message"),
     [
+        (_Scaled, transformer_layer(), "decoder gets 'scale', an array of floats"),
         (TwiceLM, transformer_layer(), "calls decoder more than once per forward pass"),
         (
             SharingLM,

@@ -431,9 +431,13 @@ def test_inputs_know_the_vocabulary_of_the_model(tmp_path):
 def test_state_can_be_changed_before_the_first_step(tmp_path):
     cfg = tiny.trainer_config(tmp_path)
     cfg.init_state_builder = tiny.config_for_function(_zero_head)
+    cfg.learner.optimizer = tiny.config_for_function(optax.contrib.schedule_free_sgd)
+    cfg.learner.ema.decay = 0.9
     trainer = cfg.instantiate(parent=None)
     trainer.init()
-    assert not jnp.any(trainer.trainer_state.model["head"])
+    state = trainer.trainer_state
+    copies = optax.tree.get(state.learner.optimizer, "z"), state.learner.ema.params
+    assert not any(jnp.any(params["head"]) for params in (state.model, *copies))
 
 
 def _zero_head():

@@ -113,14 +113,8 @@ def test_bfloat16_rows_are_summed_in_float32():
         np.testing.assert_allclose(np.float32(got), want, atol=2e-2 * np.abs(want).max())
 
 
-@pytest.mark.parametrize(
-    "cfg",
-    [
-        CapacityDispatcher.default_config().set(capacity_factor=0.6),
-        RaggedDispatcher.default_config().set(buffer_factor=0.6, buffer_blocks=E),
-    ],
-)
-def test_padding_after_a_sequence_drops_the_assignments_that_it_drops_alone(cfg):
+def test_padding_after_a_sequence_drops_the_assignments_that_it_drops_alone():
+    cfg = CapacityDispatcher.default_config().set(capacity_factor=0.6)
     num = 7  # Of 10 positions: 2 of 14 assignments per expert, but 3 of 20.
     ids, run = random_ids([0, 1, 2]), functools.partial(pulled, cfg.instantiate())
     cut = lambda a: a.reshape(B, S, -1)[:, :num].reshape(B * num, -1)
@@ -140,9 +134,9 @@ def test_a_dispatcher_without_dispatch_is_an_error():
     ("dispatcher", "field", "factor"),
     [
         (CapacityDispatcher, "capacity_factor", 0.0),
-        (RaggedDispatcher, "buffer_factor", -1.0),
+        (RaggedDispatcher, "round_factor", -1.0),
         (RaggedDispatcher, "round_factor", math.inf),
-        (RingDispatcher, "buffer_factor", math.nan),
+        (RingDispatcher, "round_factor", math.nan),
     ],
 )
 def test_factors_that_are_not_finite_and_above_zero_are_refused(dispatcher, field, factor):
