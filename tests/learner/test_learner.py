@@ -188,10 +188,7 @@ def test_everything_frozen():
 
 
 def test_rules_have_their_own_optimizers():
-    rules = [
-        ("layer/qkv", UpdateType.OPTIMIZERS),
-        ("layer/.*", SGD.clone(learning_rate=0.5)),
-    ]
+    rules = [("layer/qkv", UpdateType.OPTIMIZERS), ("layer/.*", SGD.clone(learning_rate=0.5))]
     out = step(make_learner(ADAMW, update_rules=rules))
     gradients = gradients_like(PARAMS, 0)
     expected = PARAMS["layer"]["scale"] - 0.5 * gradients["layer"]["scale"]

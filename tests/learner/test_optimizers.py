@@ -92,14 +92,8 @@ def test_adamw_equals_the_paper_in_float64(make, rates, lr_times_decay):
             optax.sgd(0.1, momentum=0.9, nesterov=True),
         ),
         (optimizers.adam_optimizer(0.1, b2=0.9), optax.adam(0.1, b2=0.9)),
-        (
-            optimizers.adamw_optimizer(0.1, weight_decay=0.2),
-            optax.adamw(0.1, weight_decay=0.2),
-        ),
-        (
-            optimizers.lion_optimizer(0.1, weight_decay=0.2),
-            optax.lion(0.1, weight_decay=0.2),
-        ),
+        (optimizers.adamw_optimizer(0.1, weight_decay=0.2), optax.adamw(0.1, weight_decay=0.2)),
+        (optimizers.lion_optimizer(0.1, weight_decay=0.2), optax.lion(0.1, weight_decay=0.2)),
         (
             optimizers.adafactor_optimizer(0.1, min_dim_size_to_factor=4),
             optax.adafactor(0.1, min_dim_size_to_factor=4),
@@ -136,11 +130,7 @@ def test_muon_equals_that_of_optax_on_plain_matrices(consistent_rms):
         0.1, consistent_rms=consistent_rms, weight_decay=0.1, param_specs=specs
     )
     theirs = optax.contrib.muon(
-        0.1,
-        consistent_rms=consistent_rms,
-        weight_decay=0.1,
-        adam_weight_decay=0.1,
-        adam_b2=0.95,
+        0.1, consistent_rms=consistent_rms, weight_decay=0.1, adam_weight_decay=0.1, adam_b2=0.95
     )
     got, expected = run_optimizer(ours, params), run_optimizer(theirs, params)
     # Optax gives the other parameters an Adam with Nesterov momentum, too.

@@ -67,10 +67,7 @@ REFUSED = [
         lambda: optimizers.muon_optimizer(1.0, param_specs=SPECS, adam_paths=["layers/.*"]),
         r"adam_paths:.*'layers/.*'",
     ),
-    (
-        lambda: optimizers.adamw_decoupled_optimizer(schedules.constant(1.0)),
-        "update_schedule",
-    ),
+    (lambda: optimizers.adamw_decoupled_optimizer(schedules.constant(1.0)), "update_schedule"),
     (lambda: optimizers.sgd_optimizer(0.1, nesterov=True), "nesterov=True"),
     (lambda: optimizers.adafactor_optimizer(0.1, b1=1.0), "b1 is 1.0"),
     (lambda: optimizers.adam_optimizer(0.1, b2=-0.1), "b2 is -0.1"),
@@ -85,14 +82,8 @@ REFUSED = [
         "warmup_steps 8.*decay_steps 3.*max_step 10",
     ),
     (lambda: schedules.wsd(1.0, max_step=10, decay_steps=0), "decay_steps.*0"),
-    (
-        lambda: schedules.wsd(1.0, max_step=10, decay_steps=2, decay="exponental"),
-        "'exponential'",
-    ),
-    (
-        lambda: schedules.cosine(1.0, max_step=10, warmup_steps=10),
-        "warmup_steps.*10.*max_step.*10",
-    ),
+    (lambda: schedules.wsd(1.0, max_step=10, decay_steps=2, decay="exponental"), "'exponential'"),
+    (lambda: schedules.cosine(1.0, max_step=10, warmup_steps=10), "warmup_steps.*10.*max_step.*10"),
     (lambda: schedules.inverse_sqrt(1.0, warmup_steps=0), "warmup_steps.*0"),
     (lambda: schedules.as_schedule(-0.1), "learning_rate is -0.1"),
     (lambda: schedules.as_schedule(math.nan), "learning_rate is nan"),
@@ -118,17 +109,11 @@ OF_ANOTHER_MODEL = [
         lambda: step({**gradients_like(PARAMS, 0), "emb": {"weight": np.ones((6, 16))}}),
         r"'emb/weight'.*16, 6.*6, 16",
     ),
-    (
-        lambda: make_learner(ADAMW).init({"layer": PARAMS["layer"]}),
-        r"'emb/weight'.*param_specs",
-    ),
+    (lambda: make_learner(ADAMW).init({"layer": PARAMS["layer"]}), r"'emb/weight'.*param_specs"),
     (lambda: make_learner(ADAMW).init({**PARAMS, "new": np.ones(3)}), "'new'"),
 ]
 
-CASES = [
-    *((*row, UserError) for row in REFUSED),
-    *((*row, ValueError) for row in OF_ANOTHER_MODEL),
-]
+CASES = [*((*row, UserError) for row in REFUSED), *((*row, ValueError) for row in OF_ANOTHER_MODEL)]
 
 
 @pytest.mark.parametrize(("call", "names", "error"), CASES, ids=[names for _, names, _ in CASES])

@@ -29,14 +29,7 @@ from moelib.train.fit import fit
 from moelib.train.metrics import unpack
 from moelib.train.pipeline import PipelineConfig, stack_of, stage_sizes, warn_empty_stages
 from moelib.train.step import make_train_step
-from tests.tiny import (
-    model_config,
-    moe,
-    packed_batch,
-    stacked,
-    trainer_config,
-    transformer_layer,
-)
+from tests.tiny import model_config, moe, packed_batch, stacked, trainer_config, transformer_layer
 
 
 def moe_model(num_blocks: int):

@@ -34,10 +34,7 @@ def build(num_microbatches=1, train_dtype=None, skip=None, **model_fields):
     cfg.learner.skip = skip
     trainer = cfg.instantiate(parent=None)
     step = make_train_step(
-        trainer.model,
-        trainer.learner,
-        num_microbatches=num_microbatches,
-        train_dtype=train_dtype,
+        trainer.model, trainer.learner, num_microbatches=num_microbatches, train_dtype=train_dtype
     )
     return trainer, step
 
@@ -322,10 +319,7 @@ def with_aux_losses(num_microbatches, labels_of_odd_rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_microbatches", "labels_of_odd_rows"),
-    [(2, 0), (8, 1)],
-)
+@pytest.mark.parametrize(("num_microbatches", "labels_of_odd_rows"), [(2, 0), (8, 1)])
 def test_micro_batches_with_few_labels_have_the_auxiliary_losses_of_their_tokens(
     num_microbatches, labels_of_odd_rows
 ):

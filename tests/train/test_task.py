@@ -492,10 +492,7 @@ REFUSED = [
     # Training steps of the task's own.
     (fitting({"train_step": update_twice}), "apply_gradients"),
     (fitting({"train_step": update_twice}, num_microbatches=2), "num_microbatches=2"),
-    (
-        fitting({"train_step": lambda p, b, k, a: jnp.zeros(())}),
-        r"train_step returned float32\[\]",
-    ),
+    (fitting({"train_step": lambda p, b, k, a: jnp.zeros(())}), r"train_step returned float32\[\]"),
     (
         fitting({"train_step": lambda p, b, k, a: (p, Updated(jnp.zeros(()), {}))}),
         "train_step returned Updated",
@@ -519,26 +516,17 @@ REFUSED = [
     (evaluating({"metric": lambda examples, results: None}), "metric returned None"),
     (evaluating({"metric": lambda examples, results: {"a": None}}), "metric returned None as 'a'"),
     (evaluating({"metric": lambda examples, results: {"hits": 1}}), "'hits'"),
-    (
-        evaluating({"loss": lambda p, b, k, t: (jnp.sum(p[0]), 0)}),
-        "weights of all examples are 0",
-    ),
+    (evaluating({"loss": lambda p, b, k, t: (jnp.sum(p[0]), 0)}), "weights of all examples are 0"),
     (evaluating(NEGATIVE), "one is negative"),
     (evaluating({}, batch_size=5), "batch_size=5 .* multiple of 8"),
-    (
-        evaluating({}, params=PARAMS[:1]),
-        r"params: '1/down' is missing instead of float32\[16, 3\]",
-    ),
+    (evaluating({}, params=PARAMS[:1]), r"params: '1/down' is missing instead of float32\[16, 3\]"),
     (evaluating({}, params="runs/a"), "params: '0' is missing"),
     (evaluating({}, step=3), "step=3"),
     (evaluating({"predict": None, "metric": count_hits}), "metric is set, but predict is not"),
     (evaluating({"predict": None, "postprocess": list}), "postprocess is set, but predict is not"),
     (evaluating({}, batchsize=3), "moelib.evaluate of a task: .*'batchsize'"),
     (evaluating({}, mesh=8), "mesh=8"),
-    (
-        evaluating({"collate": grow, **SUM}, EXAMPLES, batch_size=8),
-        r"'x' is float32\[3\] instead",
-    ),
+    (evaluating({"collate": grow, **SUM}, EXAMPLES, batch_size=8), r"'x' is float32\[3\] instead"),
     (
         evaluating({"collate": drift, **SUM}, EXAMPLES, batch_size=8),
         r"float32\[\] instead of int32\[\]",
