@@ -72,10 +72,7 @@ def _calibrated(run: PublishedRun) -> Calibrated:
     work = dataclasses.replace(work, global_batch_size=per_step)
     theirs = dataclasses.replace(work, attention_backend="cudnn")
     if work.moe is not None:
-        moe = dataclasses.replace(
-            work.moe, buffer_factor=1.0, buffer_blocks=work.moe.num_experts, round_factor=None
-        )
-        theirs = dataclasses.replace(theirs, moe=moe)
+        theirs = dataclasses.replace(theirs, moe=dataclasses.replace(work.moe, round_factor=1.0))
     candidate = Candidate(
         describe(run.topology),
         mesh,

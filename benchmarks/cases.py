@@ -239,8 +239,6 @@ def dispatch_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
         cfg = moe_config(sizes, routing).set(
             name="moe", input_dim=sizes.dim, dispatcher=dispatcher.default_config()
         )
-        if hasattr(cfg.dispatcher, "buffer_factor"):
-            cfg.dispatcher.buffer_factor = sizes.buffer_factor
         layer = cfg.instantiate(parent=None)
         params = _initial(layer, sizes)
         if mesh.shape_tuple:

@@ -1,7 +1,6 @@
 """Sizes of benchmarks, which are flags of the command: their checks and their description."""
 
 import dataclasses
-import math
 from typing import Literal
 
 from moelib.core.command_line import flag
@@ -25,11 +24,6 @@ class Sizes:
     num_layers: int = flag(4, "Layers of the model.")
     dim: int = flag(256, "Width of the model.")
     hidden_dim: int = flag(256, "Hidden width of an expert.")
-    buffer_factor: float | None = flag(
-        None,
-        "Receive capacity per device, as a multiple of the balanced load; by default enough for "
-        "any routing.",
-    )
     dtype: Literal["float32", "bfloat16"] = flag(
         "float32", "Dtype of the passes of a step, and elsewhere of inputs and weights."
     )
@@ -45,8 +39,6 @@ def check_sizes(name: str, sizes: Sizes, num_devices: int) -> None:
     for field in dataclasses.fields(Sizes):
         if isinstance(value := getattr(sizes, field.name), int) and value < 1:
             raise UsageError(f"--{field.name}={value}: set it to 1 or more.")
-    if sizes.buffer_factor is not None and not 0 < sizes.buffer_factor < math.inf:
-        raise UsageError(f"--buffer_factor={sizes.buffer_factor}: set a finite number above 0.")
     if name in _WITH_HEADS:
         _check_multiple("dim", sizes.dim, sizes.num_heads, "--num_heads")
         _check_multiple("num_heads", sizes.num_heads, sizes.num_kv_heads, "--num_kv_heads")

@@ -22,7 +22,7 @@ from moelib.core.compilation_cache import use_compilation_cache
 from moelib.core.config import ConfigBase, config_origin, get_named_trainer_config
 from moelib.core.config_modifier import apply_mesh_rule
 from moelib.core.errors import UsageError, UserError, refuse_single_strings
-from moelib.core.moved_names import find_module
+from moelib.core.module_names import find_module
 
 if TYPE_CHECKING:
     from moelib.train.fit import FitResult
@@ -239,8 +239,14 @@ def import_module(name: str) -> types.ModuleType:
     package.
 
     Raises:
-        UsageError: If there is no such module, or it is no Python.
+        UsageError: If it is the path of a file, there is no such module, or it is no Python.
     """
+    if name.endswith(".py") or not all(map(str.isidentifier, name.split("."))):
+        module = name.removesuffix(".py").strip("./").replace(os.sep, ".")
+        raise UsageError(
+            f"--module={name} is no name of a module; pass one such as --module={module}, in the "
+            "folder that contains it."
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     own = f"experiments.{name}"
@@ -287,9 +293,9 @@ def load_config(
             "--module and --config are required; `moelib config --module=M` lists the configs of M."
         )
     cfg = get_named_trainer_config(name, config_module=import_module(module))()
-    if not isinstance(cfg, ConfigBase):
+    if not isinstance(cfg, ConfigBase) or "max_step" not in cfg:
         raise UsageError(
-            f"--config={name}: its function in {module} returned {cfg!r}; return a trainer's "
+            f"--config={name}: its function in {module} returned {cfg!r:.80}; return a trainer's "
             "config."
         )
     if mesh_selector is not None:

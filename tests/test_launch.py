@@ -138,6 +138,24 @@ def test_settings_that_are_no_list_are_refused():
         launch.load_config("flame_moe", "flame-moe-tiny", sets="x=1")
 
 
+@pytest.mark.parametrize(
+    ("module", "configs", "message"),
+    [
+        ("bad.py", "", "--module=bad,"),
+        ("./bad.py", "", "--module=bad,"),
+        ("own/bad.py", "", r"--module=own\.bad,"),
+        ("a_list", "[Job.default_config]", "a_list has no .*dict of functions"),
+        ("a_config", "{'small': Job.default_config()}", "a_config.*Job.Config.* as 'small'"),
+        ("a_model", "{'small': RMSNorm.default_config}", "--config=small: .*RMSNorm"),
+    ],
+)
+def test_what_is_no_named_config_of_a_trainer_is_refused(folder, module, configs, message):
+    imports = "from moelib.layers.norm import RMSNorm\nfrom tests.test_launch import Job\n"
+    write(folder, module.removesuffix(".py"), f"{imports}named_trainer_configs = lambda: {configs}")
+    with pytest.raises((UsageError, InvalidConfigNameError), match=message):
+        launch.load_config(module, "small")
+
+
 def test_missing_module_names_both_places_that_were_looked_at():
     with pytest.raises(UsageError, match=r"'nowhere' or 'experiments\.nowhere'"):
         launch.import_module("nowhere")

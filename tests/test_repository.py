@@ -100,7 +100,7 @@ def _imported() -> dict[str, set[str]]:
 
 def test_requirements_are_the_imports_of_the_library():
     required = {requirement.name for requirement in _requirements()}
-    extras = "tfds", "beam", "lm-eval", "wandb", "mlflow"
+    extras = "tfds", "lm-eval", "wandb", "mlflow"
     optional = {r.name for extra in extras for r in _requirements(extra)}
     distributions = {"mlflow": ["mlflow-skinny"]} | importlib.metadata.packages_distributions()
     imported = {

@@ -155,7 +155,7 @@ def propose_placement(together: Counts, origins: Counts) -> Devices:
     num_devices, load = origins.shape[1], np.diagonal(together).astype(np.int64)
     weight = together - np.diag(load)
     best = start = contiguous(len(load), num_devices)
-    limit = _device_loads(start, load, num_devices).max()
+    limit = int(_device_loads(start, load, num_devices).max())
     for devices in (start, _greedy(weight, load, num_devices)):
         local = np.stack([origins[devices == i].sum(0) for i in range(num_devices)])
         devices = linear_sum_assignment(local, maximize=True)[1][devices]

@@ -34,7 +34,7 @@ def load(ids: Ids, num_experts: int) -> Counts:
     return total[:-1]
 
 
-def load_violation(counts: Counts) -> float:
+def load_violation(counts: np.ndarray) -> float:
     """Returns max load / mean load - 1 (MaxVio), from 0 to E - 1; NaN without assignments.
 
     Source: Wang et al., arXiv:2408.15664, sec. 4.

@@ -23,7 +23,11 @@ from moelib.checkpoint.contents import (
     UnreadableCheckpointError,
 )
 from moelib.checkpoint.local import LocalCheckpoints
-from moelib.checkpoint.object_store import ObjectStoreWriter, delete_checkpoint
+from moelib.checkpoint.object_store import (
+    ObjectStoreWriter,
+    delete_checkpoint,
+    start_checkpoint,
+)
 from moelib.checkpoint.orbax_messages import silence_orbax
 from moelib.checkpoint.policy import every_n_steps_and_last_policy, steps_to_keep
 from moelib.checkpoint.restore import (
@@ -44,6 +48,7 @@ from moelib.core.config import (
 from moelib.core.errors import UserError
 from moelib.core.files import sync_folder
 from moelib.core.module import Module, nowrap
+from moelib.core.processes import agreed, on_process_0
 from moelib.core.versions import library_versions
 
 logger = logging.getLogger(__name__)
@@ -166,8 +171,9 @@ class Checkpointer(Module):
                 )
         step, arrays = record.step, contents.describe_arrays(state)
         record = dataclasses.replace(record, arrays=arrays, versions=library_versions())
+        path = contents.step_path(self.dir, step)
         try:
-            storage.make_folder(self.dir)
+            agreed(lambda: self._make_room(path))
             started = checksums.start_checksums(tree.by_path(state))
 
             def write_record(path: str) -> None:
@@ -177,7 +183,7 @@ class Checkpointer(Module):
                 self._complete_step = step
 
             self._write_record = write_record
-            self._start(contents.step_path(self.dir, step), state)
+            self._start(path, state)
         except Exception as error:
             self._report_failure(step, error)
             return
@@ -185,6 +191,16 @@ class Checkpointer(Module):
         self._damaged.discard(step)
         if self.config.wait == "after_save":
             self.wait()
+
+    def _make_room(self, path: str) -> None:
+        """Removes an incomplete or damaged checkpoint that the one at `path` replaces."""
+        storage.make_folder(self.dir)
+        if jax.process_index() != 0:
+            return
+        if storage.is_remote(path):
+            start_checkpoint(path)
+        elif os.path.lexists(path):
+            _delete(path)
 
     def _start(self, path: str, state: Any) -> None:
         """Starts to write the arrays, and then the record."""
@@ -198,20 +214,25 @@ class Checkpointer(Module):
         args = ocp.args.Composite(
             **{contents.STATE_ITEM: ocp.args.PyTreeSave(tree.to_nested(state))}
         )
-        if jax.process_index() == 0 and os.path.lexists(path):
-            _delete(path)
-        self._checkpointer().save(path, args=args, force=True)
+        agreed(lambda: self._checkpointer().save(path, args=args, force=True))
 
     @nowrap
-    def wait(self) -> None:
-        """Waits until the checkpoint being written is complete, then deletes those not kept."""
+    def wait(self, *, alone: bool = False) -> None:
+        """Waits until the checkpoint being written is complete, then deletes those not kept.
+
+        All processes must call it, unless this one waits `alone`, as after an error of its own.
+        """
         if self._pending is None:
             return
         step, self._pending = self._pending, None
-        try:
+
+        def finish() -> None:
             self._orbax.wait_until_finished()
             if jax.process_index() == 0:
                 sync_folder(self.dir)  # The name of the new checkpoint.
+
+        try:
+            finish() if alone else agreed(finish)
         except Exception as error:
             self._report_failure(step, error)
             return
@@ -227,8 +248,8 @@ class Checkpointer(Module):
 
     @nowrap
     def close(self) -> None:
-        """Waits, and ends the background threads. The checkpointer remains usable."""
-        self.wait()
+        """Waits alone, and ends the background threads. The checkpointer remains usable."""
+        self.wait(alone=True)
         if self.local is not None:
             self.local.wait()
         if self._orbax is not None:
@@ -317,7 +338,6 @@ class Checkpointer(Module):
             keep_best_n=cfg.keep_best_n,
             best_mode=cfg.best_mode,
         )
-        # Also those that earlier versions were deleting when they were killed.
         oldest, every = min(kept, default=0), cfg.keep_every_n_steps
         damaged = {x for x in self._damaged if x < oldest and not (every and x % every == 0)}
         for step in metrics.keys() - kept | found.keys() & damaged:
@@ -364,9 +384,13 @@ class Checkpointer(Module):
     @nowrap
     def remove_unfinished(self) -> None:
         """Removes incomplete checkpoints of processes that were killed."""
-        for path in _unfinished(self.dir) if jax.process_index() == 0 else ():
-            logger.warning("Removed an incomplete checkpoint: %s", path)
-            _remove(path)
+
+        def remove() -> None:
+            for path in _unfinished(self.dir):
+                logger.warning("Removed an incomplete checkpoint: %s", path)
+                _remove(path)
+
+        on_process_0(remove)
 
 
 def _delete(path: str) -> None:

@@ -56,8 +56,7 @@ class CheckpointRecord:
     versions: dict[str, str] = dataclasses.field(default_factory=dict)  # Versions of libraries.
     # Run, step and parts of the state that the run started from, if it was another one's.
     origin: dict[str, Any] = dataclasses.field(default_factory=dict)
-    # Checksums of the arrays by path; none in checkpoints of earlier versions of this library.
-    checksums: dict[str, str] = dataclasses.field(default_factory=dict)
+    checksums: dict[str, str] = dataclasses.field(default_factory=dict)  # By path of an array.
 
     def write(self, path: str) -> None:
         """Writes the record of the checkpoint at `path`, with a digest of the record itself."""
@@ -82,17 +81,13 @@ class CheckpointRecord:
         try:
             with storage.open_to_read(file, encoding="utf-8") as f:
                 values = json.load(f)
-            # Checkpoints of earlier versions have no digest, no checksums and no config.
-            digest, checksums = values.pop("digest", None), values.get("checksums")
-            is_new = digest is not None or checksums or values.get("config")
-            if is_new and digest != _digest(values):
+            if values.pop("digest", None) != _digest(values):
                 raise ValueError("its content differs from its digest")
             if (version := values.pop("format")) != 1:
                 raise ValueError(f"format={version!r:.80} is of another version of this library")
-            values.pop("config_hash", None)  # Of earlier versions.
             record = cls(**values)
             _check_values(record)
-            if is_new and record.checksums.keys() != record.arrays.keys():
+            if record.checksums.keys() != record.arrays.keys():
                 raise ValueError("it lacks checksums of arrays")
             if _step_of(path) not in (None, record.step):
                 raise ValueError(f"it is the record of step {record.step}")

@@ -6,7 +6,8 @@ that is lost are gone: the run then resumes from the newest durable checkpoint.
 
     <local dir>/<run>/process_0003/step_00000020/
         shards.bin   bytes of the shards
-        shards.json  {path of an array: [[first indices, sizes, offset] of each shard]}
+        shards.json  the step of the newest durable checkpoint then, "after", and "shards":
+                     {path of an array: [[first indices, sizes, offset] of each shard]}
         record/      as in a durable checkpoint
 """
 
@@ -20,7 +21,7 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ from moelib.checkpoint.restore import Restored, check_restored, first_line, on_a
 from moelib.core import storage, tree
 from moelib.core.errors import UserError
 from moelib.core.files import read_json, write_json
-from moelib.core.processes import gather_json
+from moelib.core.processes import OtherProcessError, gather_json, on_process_0
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ _ID_FILE = "local.json"  # In the folder of durable checkpoints: the id of the r
 _BYTES, _INDEX = "shards.bin", "shards.json"
 # Another process is at most one save behind: the newest step that all have is among the last two.
 _NUM_KEPT = 2
+_FAILURES = (OSError, UserError, OtherProcessError)  # No reason to stop: durable ones suffice.
 
 
 class _Shard(NamedTuple):
@@ -83,10 +85,9 @@ class LocalCheckpoints:
         self.wait()
         try:
             own = self._own_dir(create=True)
-        except OSError as error:
+        except _FAILURES as error:
             logger.error("NO LOCAL CHECKPOINT of step %d: %s.", record.step, first_line(error))
             return
-        self._delete_old(own)
         arrays = tree.by_path(state)
         record = dataclasses.replace(record, arrays=contents.describe_arrays(state), files={})
         started = checksums.start_checksums(arrays)
@@ -98,7 +99,8 @@ class LocalCheckpoints:
             path = step_path(own, record.step)
             try:
                 found = checksums.finish_checksums(started)
-                _write(path, shards, dataclasses.replace(record, checksums=found))
+                self._delete_old(own)
+                _write(path, shards, dataclasses.replace(record, checksums=found), self._durable())
                 self.complete_step = record.step
             except Exception as error:
                 shutil.rmtree(f"{path}.tmp", ignore_errors=True)
@@ -124,6 +126,13 @@ class LocalCheckpoints:
             if int(folder[-4:]) >= jax.process_count():
                 shutil.rmtree(folder, ignore_errors=True)
 
+    def _durable(self) -> int:
+        """Returns the step of the newest durable checkpoint, as process 0 sees it; 0 if unknown."""
+        with contextlib.suppress(OSError, UserError):
+            if jax.process_index() == 0:
+                return max(list_checkpoints(self._durable_dir), default=0)
+        return 0
+
     def wait(self) -> None:
         """Waits until the checkpoint being written is complete."""
         if self._writing is not None:
@@ -136,10 +145,11 @@ class LocalCheckpoints:
         if self._run_dir is None:
             return
         own = self._own_dir()
-        self._delete_of_other_processes()
-        for each, path in list_checkpoints(own).items():
-            if each <= step:
-                _remove(path)
+        with _failure_logged("Local checkpoints of step %d and before stay", step):
+            self._delete_of_other_processes()
+            for each, path in list_checkpoints(own).items():
+                if each <= step:
+                    _remove(path)
         for folder in (own, os.path.dirname(own)):
             with contextlib.suppress(OSError):  # Not empty.
                 os.rmdir(folder)
@@ -151,10 +161,11 @@ class LocalCheckpoints:
         """
         self.wait()
         self.complete_step = min(self.complete_step, step)
-        for folder in self._folders():
-            for each, path in list_checkpoints(folder).items():
-                if each > step:
-                    _remove(path)
+        with _failure_logged("Local checkpoints after step %d stay", step):
+            for folder in self._folders():
+                for each, path in list_checkpoints(folder).items():
+                    if each > step:
+                        _remove(path)
 
     def holds(self, path: str) -> bool:
         """Returns whether a checkpoint is a local one."""
@@ -165,14 +176,23 @@ class LocalCheckpoints:
     def restore(self, target: Any, *, after: int, skip_checksums: bool = False) -> Restored | None:
         """Returns the newest checkpoint after the step `after` that all processes can read.
 
-        Each that cannot be used is skipped with a warning; None if there is none. All processes
-        must call it.
+        `after` is the step of the newest durable one; if a local one followed a later one, which
+        the user has moved away, none is used. Each that cannot be used is skipped with a warning;
+        None if there is none. All processes must call it.
         """
-        steps = {step for folder in self._folders() for step in list_checkpoints(folder)}
+        steps = set()
+        with _failure_logged("Local checkpoints after step %d are not used", after):
+            found = [item for each in self._folders() for item in list_checkpoints(each).items()]
+            steps = {step for step, _ in found if step > after}
+            if steps and (gone := max(_followed(path) for _, path in found)) > after:
+                logger.warning(
+                    "Local checkpoints of steps %s are not used: step %d, which the newest "
+                    "followed, is gone.",
+                    *(sorted(steps), gone),
+                )
+                steps = set()
         common = set.intersection(*map(set, gather_json(sorted(steps))))
         for step in sorted(common, reverse=True):
-            if step <= after:
-                break
             try:
                 restored = self._restore(step, target, skip_checksums=skip_checksums)
             except UserError as error:
@@ -228,10 +248,7 @@ class LocalCheckpoints:
         its predecessor has left.
         """
         if self._run_dir is None:
-            own_id, error = self._id(create) if jax.process_index() == 0 else ("", None)
-            own_id, failed = gather_json([own_id, error and first_line(error)])[0]
-            if failed:
-                raise error or OSError(f"process 0 cannot name the local checkpoints: {failed}")
+            own_id = on_process_0(lambda: self._id(create))
             durable = self._durable_dir
             durable = durable if storage.is_remote(durable) else os.path.realpath(durable)
             name = hashlib.sha256(durable.encode()).hexdigest()[:16]
@@ -244,18 +261,15 @@ class LocalCheckpoints:
                     _remove(other)
         return self._run_dir
 
-    def _id(self, create: bool) -> tuple[str, OSError | None]:
-        """Returns the id of the run's local checkpoints, or an error of the system."""
+    def _id(self, create: bool) -> str:
+        """Returns the id of the run's local checkpoints, "" if there is none."""
         path = os.path.join(self._durable_dir, _ID_FILE)
-        try:
-            own_id = str(read_json(path).get("id", ""))
-            if create and not own_id:
-                own_id = secrets.token_hex(8)
-                storage.make_folder(self._durable_dir)
-                write_json(path, {"id": own_id})
-        except OSError as error:
-            return "", error
-        return own_id, None
+        own_id = str(read_json(path).get("id", ""))
+        if create and not own_id:
+            own_id = secrets.token_hex(8)
+            storage.make_folder(self._durable_dir)
+            write_json(path, {"id": own_id})
+        return own_id
 
     def _own_dir(self, *, create: bool = False) -> str:
         return os.path.join(self._run_folder(create=create), f"process_{jax.process_index():04d}")
@@ -265,6 +279,23 @@ class LocalCheckpoints:
         own = self._own_dir()
         others = glob.glob(os.path.join(glob.escape(os.path.dirname(own)), "process_????"))
         return [own, *sorted(set(others) - {own})]
+
+
+@contextlib.contextmanager
+def _failure_logged(text: str, step: int) -> Iterator[None]:
+    """Logs a failure of a disk in the block."""
+    try:
+        yield
+    except _FAILURES as error:
+        logger.error(f"{text}: %s. Training continues.", step, first_line(error))
+
+
+def _followed(path: str) -> int:
+    """Returns the step of the durable checkpoint that a local one followed, 0 if unknown."""
+    try:
+        return read_json(os.path.join(path, _INDEX)).get("after", 0)
+    except UserError:
+        return 0  # Reading it describes the damage.
 
 
 def _digest(record: CheckpointRecord) -> str:
@@ -285,7 +316,9 @@ def _shards_of(x: jax.Array) -> list[_Shard]:
     return [_Shard(start, data) for start, data in found.items()]
 
 
-def _write(path: str, shards: dict[str, list[_Shard]], record: CheckpointRecord) -> None:
+def _write(
+    path: str, shards: dict[str, list[_Shard]], record: CheckpointRecord, after: int
+) -> None:
     """Writes a checkpoint, whose folder gets its name when it is complete."""
     unfinished = f"{path}.tmp"
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -297,7 +330,7 @@ def _write(path: str, shards: dict[str, list[_Shard]], record: CheckpointRecord)
                 index.setdefault(name, []).append([start, data.shape, file.tell()])
                 file.write(data.reshape(-1).view(np.uint8).data)
     with open(os.path.join(unfinished, _INDEX), "w", encoding="utf-8") as file:
-        json.dump(index, file)
+        json.dump({"after": after, "shards": index}, file)
     record.write(unfinished)
     _remove(path)
     os.rename(unfinished, path)
@@ -318,7 +351,7 @@ def _read_shards(paths: Iterable[str], arrays: contents.Arrays) -> dict[str, lis
     for path in paths:
         index = read_json(os.path.join(path, _INDEX))
         whole = np.memmap(os.path.join(path, _BYTES), np.uint8, mode="r")
-        for name, parts in index.items():
+        for name, parts in index["shards"].items():
             dtype = np.dtype(arrays[name][0])
             for start, shape, offset in parts:
                 size = math.prod(shape) * dtype.itemsize

@@ -26,7 +26,7 @@ import numpy as np
 from moelib.checkpoint.contents import RECORD_FILE, STATE_ITEM
 from moelib.core import storage, tree
 from moelib.core.errors import UserError
-from moelib.core.processes import gather_json
+from moelib.core.processes import agreed
 
 _STARTED = "started"
 _CHUNK_BYTES = 256 << 20  # Largest chunk before compression; S3 takes 5 GB in one request.
@@ -55,6 +55,12 @@ def delete_checkpoint(path: str) -> None:
     storage.remove_tree(path)
 
 
+def start_checkpoint(path: str) -> None:
+    """Replaces what is at `path` by an incomplete checkpoint. Raises OSError."""
+    delete_checkpoint(path)
+    storage.write_bytes(os.path.join(path, _STARTED), b"")
+
+
 def move_checkpoint(path: str, to: str) -> None:
     """Renames a checkpoint, or copies and then deletes it on an object store."""
     if not storage.is_remote(path):
@@ -76,40 +82,22 @@ class ObjectStoreWriter:
         self._writing: Future[None] | None = None
 
     def save(self, path: str, state: Any, write_record: Callable[[str], None]) -> None:
-        """Starts to write a checkpoint, which replaces an incomplete or damaged one.
+        """Starts to write a checkpoint; all processes must call it after `start_checkpoint`.
 
         The arrays may be donated when this returns. Process 0 writes the record, once all processes
         have written their shards.
 
         Raises:
-            OSError: If the first object cannot be written.
+            Exception: On all processes, if it failed on any; then nothing completes.
         """
-        error: OSError | None = None
-        if jax.process_index() == 0:
-            try:
-                delete_checkpoint(path)
-                storage.write_bytes(os.path.join(path, _STARTED), b"")
-            except OSError as caught:
-                error = caught
-        if any(gather_json(error is not None)):
-            raise error or OSError(f"{path} cannot be written by process 0")
-        futures = asyncio.run(_start_to_write(path, state))
+        futures = agreed(lambda: asyncio.run(_start_to_write(path, state)))
         self._writing = self._thread.submit(_finish, path, futures, write_record)
 
     def wait_until_finished(self) -> None:
-        """Waits until the checkpoint is complete; all processes must call it.
-
-        Raises:
-            Exception: On all processes, if it failed on any.
-        """
+        """Waits for this process, and process 0 for all. Raises the error of the write."""
         writing, self._writing = self._writing, None
-        if writing is None:
-            return
-        error = writing.exception()
-        if not any(failed := gather_json(error is not None)):
-            return
-        index = failed.index(True)
-        raise error or OSError(f"process {index} could not write; its log has the reason")
+        if writing is not None:
+            writing.result()
 
     def close(self) -> None:
         """Waits as well."""
@@ -153,7 +141,7 @@ def _finish(path: str, futures: Sequence[Any], write_record: Callable[[str], Non
 def _wait_for_all(folder: str) -> None:
     """Waits until all processes have written their shards. Raises OSError if one cannot."""
     end = time.monotonic() + _SLOWEST_SECONDS
-    while (names := storage.list_names(folder)) and len(names) < jax.process_count():
+    while len(names := storage.list_names(folder)) < jax.process_count():
         if time.monotonic() > end:
             raise OSError(f"{folder}: only processes {sorted(names)} have written their shards")
         time.sleep(_POLL_SECONDS)

@@ -5,7 +5,7 @@ import gc
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from moelib.checkpoint.contents import (
 from moelib.checkpoint.orbax_messages import silence_orbax
 from moelib.core import storage, tree
 from moelib.core.errors import UserError
-from moelib.core.processes import gather_json
+from moelib.core.processes import agreed, gather_json
 
 logger = logging.getLogger(__name__)
 
@@ -133,12 +133,13 @@ def _restore_params(path: str, target: Any, skip_checksums: bool, partial: bool)
 
     def struct(source: str, like: Any) -> jax.ShapeDtypeStruct:
         dtype, shape = record.arrays[source]
-        sharding = getattr(like, "sharding", None) if shape else None
+        sharding = getattr(like, "sharding", None)
         return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=sharding)
 
     arrays = {source: struct(source, leaves[name]) for name, source in sources.items()}
     for name, base in bases.items():
-        arrays |= {f"{base}{x}": struct(f"{base}{x}", leaves[name]) for x in ("b1", f"z/{name}")}
+        arrays[f"{base}b1"] = struct(f"{base}b1", None)  # A scalar, read by each process.
+        arrays[f"{base}z/{name}"] = struct(f"{base}z/{name}", leaves[name])
     nested = _read(path, tree.unflatten(arrays), partial=True)
     check_restored(path, nested, record, skip_checksums=skip_checksums)
     read = tree.by_path(nested)
@@ -232,10 +233,8 @@ def check_restored(
     """
     arrays = tree.by_path(nested)
     found = {}
-    if not skip_checksums and record.checksums:
+    if not skip_checksums:
         found = checksums.finish_checksums(checksums.start_checksums(arrays))
-    elif not skip_checksums:
-        logger.info("%s has no checksums: an earlier version wrote it.", path)
     on_all_processes(lambda: _compare(path, arrays, record, found), path)
 
 
@@ -317,39 +316,24 @@ def first_line(error: BaseException) -> str:
 
 # -- Agreement of processes ----------------------------------------------------------------------
 
-_KINDS: tuple[type[Exception], ...] = (
-    DamagedCheckpointError,
-    CheckpointMismatchError,
-    UnreadableCheckpointError,
-)
-_SOUND, _OTHER = 0, len(_KINDS) + 1  # Outcomes; the worst, which is the largest, counts.
+_KINDS = (DamagedCheckpointError, CheckpointMismatchError, UnreadableCheckpointError)
 
 
 def on_all_processes(read: Callable[[], T], path: str) -> T:
-    """Returns the result of `read`, once it has succeeded on all processes.
+    """Returns the result of `read`, once it has succeeded on all processes; see `agreed`.
 
-    Raises:
-        Exception: On all processes if it failed on any: the process's own error, or one that
-            refers to another process.
+    An error of a reason outside the files at `path` becomes an UnreadableCheckpointError.
     """
-    result, error = None, None
-    try:
-        result = read()
-    except UserError as caught:
-        error = caught
-    except Exception as caught:
-        error = caught
-        if unreadable(caught):
-            error = UnreadableCheckpointError(
-                f"{path} cannot be read ({first_line(caught)}), but may be sound."
-            )
-            error.__cause__ = caught
-    outcome = _SOUND if error is None else _OTHER
-    outcome = next((i for i, kind in enumerate(_KINDS, 1) if isinstance(error, kind)), outcome)
-    worst = max(gather_json(outcome))
-    if worst == _SOUND:
-        return cast("T", result)
-    if error is not None and outcome == worst:
-        raise error
-    kind = RuntimeError if worst == _OTHER else _KINDS[worst - 1]
-    raise kind(f"{path} cannot be read by another process; its log has the reason.") from error
+
+    def checked() -> T:
+        try:
+            return read()
+        except UserError:
+            raise
+        except Exception as error:
+            if not unreadable(error):
+                raise
+            text = f"{path} cannot be read ({first_line(error)}), but may be sound."
+            raise UnreadableCheckpointError(text) from error
+
+    return agreed(checked, _KINDS)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from moelib import launch
 from moelib.core import config_paths
 from moelib.core.command_line import flag
-from moelib.core.config import InvalidConfigNameError
+from moelib.core.config import named_trainer_configs
 from moelib.core.errors import UsageError
 
 
@@ -110,13 +110,7 @@ def twin_of(cfg: Any, kind: str) -> Any:
 
 def config_names(module_name: str) -> list[str]:
     """Returns the names of a module's configs. Raises InvalidConfigNameError if it has none."""
-    module = launch.import_module(module_name)
-    if not hasattr(module, "named_trainer_configs"):
-        raise InvalidConfigNameError(
-            f"--module={module_name}: {module.__name__} defines no named_trainer_configs(); name a "
-            "module of experiments, such as experiments.flame_moe."
-        )
-    return list(module.named_trainer_configs())
+    return list(named_trainer_configs(launch.import_module(module_name)))
 
 
 def count(cfg: Any) -> dict[str, float]:

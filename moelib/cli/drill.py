@@ -20,7 +20,7 @@ from moelib.core.command_line import flag, no_arguments
 from moelib.core.config import config_for_function
 from moelib.core.directory_lock import directory_lock
 from moelib.core.errors import UsageError
-from moelib.core.moved_names import find_module
+from moelib.core.module_names import find_module
 from moelib.core.progress import Progress
 from moelib.core.table import print_table
 

@@ -21,7 +21,7 @@ from moelib.core import config_parse, storage
 from moelib.core.command_line import describe_flags, flag, no_arguments
 from moelib.core.config import RequiredFieldMissingError, config_origin, did_you_mean
 from moelib.core.errors import UsageError
-from moelib.core.moved_names import find_module
+from moelib.core.module_names import find_module
 
 JOBS = {
     "local": "cloud.local:LocalJob",

@@ -28,7 +28,6 @@ COMMANDS = {
     "analyze": ("moelib.cli.analyze", "Analyze runs: routing, scaling laws, dense twins."),
     "convert": ("moelib.cli.convert", "Read and write Hugging Face models."),
 }
-_MOVED = {"bench": "python -m benchmarks NAME"}  # For one version.
 
 
 class Command(NamedTuple):
@@ -72,9 +71,6 @@ def run(argv: Sequence[str]) -> int:
     if name == "--version":
         print(f"moelib {moelib.__version__}")
         return 0
-    if name in _MOVED:
-        print(f"moelib {name} is now {_MOVED[name]}, in the repository of moelib.", file=sys.stderr)
-        return 2
     if name not in COMMANDS:
         print(f"moelib: unknown command {name!r}; {did_you_mean(name, COMMANDS)}", file=sys.stderr)
         return 2

@@ -71,8 +71,8 @@ def flag(
         split: Whether a `tuple[str, ...]` is one value separated by commas, not a repeated flag.
         lower_bound: Smallest allowed number.
     """
-    details = {"short": short, "split": split, "lower_bound": lower_bound}
-    return dataclasses.field(default=default, metadata={"help": text, **details})
+    details = {"help": text, "short": short, "split": split, "lower_bound": lower_bound}
+    return dataclasses.field(default=default, metadata=details)
 
 
 def describe_flags(cls: type) -> list[FlagInfo]:

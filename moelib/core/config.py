@@ -230,8 +230,6 @@ def _copy_value(value: Any) -> Any:
         for name, element in vars(value).items():
             object.__setattr__(other, name, _copy_value(element))
         return other
-    if isinstance(value, set):
-        return copy.copy(value)
     return config_paths.map_elements(_copy_value, value)
 
 
@@ -669,26 +667,41 @@ def maybe_instantiate(value: Any) -> Any:
 # -- Named configs -------------------------------------------------------------------------------
 
 
+def named_trainer_configs(module: types.ModuleType) -> Mapping[str, Any]:
+    """Returns what a module's `named_trainer_configs()` returns.
+
+    Raises:
+        InvalidConfigNameError: If there is no such function, or it returns no dict.
+    """
+    named = getattr(module, "named_trainer_configs", dict[str, Any])()
+    if not named or not isinstance(named, Mapping):
+        raise InvalidConfigNameError(
+            f"module {module.__name__} has no named_trainer_configs() that returns a dict of "
+            "functions, each of which returns a trainer config; define it."
+        )
+    return named
+
+
 def get_named_trainer_config(
     name: str, *, config_module: str | types.ModuleType
 ) -> Callable[[], Any]:
     """Returns the function of that name from a module's `named_trainer_configs()`.
 
     Raises:
-        InvalidConfigNameError: If the name is unknown (the message lists the nearest) or the module
-            has no `named_trainer_configs`. An error inside the module is raised as it is.
+        InvalidConfigNameError: If the name is unknown (the message lists the nearest), or the
+            module has no dict of functions. An error inside the module is raised as it is.
     """
     module = config_module
     if isinstance(module, str):
         module = importlib.import_module(module)
-    if not hasattr(module, "named_trainer_configs"):
-        raise InvalidConfigNameError(
-            f"module {module.__name__} defines no named_trainer_configs(); it must return a dict "
-            "of functions, each of which returns a trainer config."
-        )
-    configs = module.named_trainer_configs()
+    configs = named_trainer_configs(module)
     if name not in configs:
         raise InvalidConfigNameError(
             f"{module.__name__} has no config {name!r}; {did_you_mean(name, configs)}"
+        )
+    if not callable(configs[name]):
+        raise InvalidConfigNameError(
+            f"{module.__name__}.named_trainer_configs() has {configs[name]!r:.80} as {name!r}; set "
+            "it to a function that returns a trainer config."
         )
     return configs[name]

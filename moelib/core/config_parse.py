@@ -33,7 +33,6 @@ from moelib.core.config_paths import (
 )
 from moelib.core.config_types import REQUIRED, InvalidConfigValueError
 from moelib.core.errors import UserError
-from moelib.core.moved_names import current_field
 
 _REFERENCE = re.compile(r"\w+(?:\.\w+)*:\w+(?:\.\w+)*")
 
@@ -165,17 +164,11 @@ def read_literal(text: str) -> Any:
     try:
         with warnings.catch_warnings(action="ignore"):  # Of unknown escapes.
             return _read_node(ast.parse(text.strip(), mode="eval").body)
-    except (*_LITERAL_ERRORS, re.error):
+    except _LITERAL_ERRORS:
         raise ValueError(f"{config_types.shortened(text)} is not a literal.") from None
 
 
 _NAMES = {"REQUIRED": REQUIRED, "nan": math.nan, "inf": math.inf}
-_CALLS = {
-    "set": set,
-    "frozenset": frozenset,
-    "dtype": config_types.dtype,
-    "re.compile": re.compile,
-}
 
 
 def _read_node(node: ast.expr) -> Any:
@@ -190,14 +183,12 @@ def _read_node(node: ast.expr) -> Any:
             return list(map(_read_node, elements))
         case ast.Tuple(elts=elements):
             return tuple(map(_read_node, elements))
-        case ast.Set(elts=elements):
-            return set(map(_read_node, elements))
         case ast.Dict(keys=keys, values=values):
             found = {_read_node(k): _read_node(v) for k, v in zip(keys, values, strict=True) if k}
             if len(found) == len(keys):
                 return found
-        case ast.Call(func=func, args=args, keywords=[]) if (name := ast.unparse(func)) in _CALLS:
-            return _CALLS[name](*map(_read_node, args))
+        case ast.Call(func=ast.Name(id="dtype"), args=[name], keywords=[]):
+            return config_types.dtype(_read_node(name))
     raise ValueError("not a literal")
 
 
@@ -207,6 +198,7 @@ class _Node:
 
     origin: str  # File and number of the first line.
     text: str | None = None
+    path: str = ""  # Path in a line with a text.
     inside: dict[Key, "_Node"] = dataclasses.field(default_factory=dict)
 
 
@@ -246,7 +238,7 @@ def parse(
             node = node.inside.setdefault(key, _Node(f"{source}{number}"))
         if node.text is not None:
             raise UserError(f"{source}{number}: {node.origin} has set this path already; keep one.")
-        node.text, node.origin = rest[2:], f"{source}{number}"
+        node.text, node.origin, node.path = rest[2:], f"{source}{number}", join_path(keys)
     try:
         return _build(root, resolve)
     except RecursionError:
@@ -283,22 +275,21 @@ def _build(node: _Node, resolve: Callable[[str], Any]) -> Any:
         raise UserError(f"{node.origin}: no earlier line names the class or container it is in.")
     owner = _build(node.inside.pop(opener), resolve)
     cfg = _at(node, _OPENERS[opener], owner)
-    owners = [config_types.reference(each) for each in getattr(owner, "__mro__", (owner,))]
     for key, child in node.inside.items():
-        if (field := current_field(owners, str(key))) is not None:
-            _at(child, setattr, cfg, field, _build(child, resolve))
+        _at(child, setattr, cfg, str(key), _build(child, resolve))
     return cfg
 
 
 def _at(node: _Node, do: Callable[..., Any], *args: Any) -> Any:
     """Returns `do(*args)`; errors and origins of values refer to the node's line."""
+    where = f"{node.origin}: {node.path}" if node.path else node.origin
     try:
         with config_origin(node.origin):
             return do(*args)
     except trusted_code.UntrustedNameError as error:
-        raise type(error)(f"{node.origin}: {error}") from None
+        raise type(error)(f"{where}: {error}") from None
     except (AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"{node.origin}: {error}") from error
+        raise UserError(f"{where}: {error}") from error
 
 
 def _read_line(text: str, inside: dict[Key, Any], resolve: Callable[[str], Any]) -> Any:

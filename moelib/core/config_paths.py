@@ -72,7 +72,7 @@ def join_path(keys: Sequence[Key]) -> str:
     """Returns the path of the keys, as `split_path` reads it."""
     path = ""
     for key in keys:
-        if isinstance(key, str) and re.fullmatch(_NAME, key):
+        if isinstance(key, str) and key.isprintable() and re.fullmatch(_NAME, key):
             path += f".{key}" if path else key
         else:
             path += f"[{key!r}]"
@@ -175,7 +175,7 @@ def is_plain(value: Any) -> bool:
     """Returns whether a value prints as one literal."""
     if is_record(value) or isinstance(value, enum.Enum):
         return False
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, list | tuple):
         return all(map(is_plain, value))
     if isinstance(value, dict):
         return all(map(is_plain, value.values()))
@@ -189,16 +189,13 @@ def literal(value: Any) -> str:
             return f"[{', '.join(map(literal, value))}]"
         case tuple():
             return f"({', '.join(map(literal, value))}{',' * (len(value) == 1)})"
-        case set() | frozenset():
-            inside = ", ".join(sorted(map(literal, value)))  # Sets have no order of their own.
-            return f"{type(value).__name__}([{inside}])"
         case dict():
             return f"{{{', '.join(f'{literal(k)}: {literal(v)}' for k, v in value.items())}}}"
-        case re.Pattern():
-            return f"re.compile({value.pattern!r}, {value.flags})"
-    if isinstance(value, np.dtype) and value.fields is None:
+        case np.generic():  # np.float64 is a float whose repr is no literal.
+            return literal(value.item())
+    if isinstance(value, np.dtype):
         return f"dtype({value.name!r})"  # NumPy prints those of ml_dtypes without quotes.
-    if value is REQUIRED or is_plain(value) or isinstance(value, np.dtype):
+    if value is REQUIRED or is_plain(value):
         return repr(value)
     return config_types.reference(value)
 
@@ -235,6 +232,12 @@ def leaves(cfg: Any) -> Iterator[Line]:
 def to_text(cfg: Any) -> str:
     """Returns a config as text: lines `path: literal`, in the order of the fields."""
     return "".join(f"{line.path}: {line.text}\n" for line in lines(cfg, unset=False))
+
+
+def text_lines(text: str) -> dict[str, str]:
+    """Returns {path: literal} of the lines of a text that `to_text` wrote."""
+    ends = ((line, split_front(line)[1]) for line in text.splitlines())
+    return {line.removesuffix(end): end.removeprefix(": ") for line, end in ends}
 
 
 def diff(a: Any, b: Any) -> list[tuple[str, str | None, str | None]]:

@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeVar, Union
 
 import numpy as np
 
-from moelib.core import moved_names
 from moelib.core.errors import UserError, masked
+from moelib.core.module_names import find_module
 
 T = TypeVar("T")
 
@@ -143,13 +143,7 @@ def cut(text: str, length: int = 200) -> str:
 
 # -- Values ------------------------------------------------------------------------------------
 
-_SCALARS = (type(None), bool, int, float, str, bytes, enum.Enum, re.Pattern, np.dtype)
-_validators: list[tuple[Callable[[Any], bool], Callable[[Any], None]]] = []
-
-
-def register_validator(match_fn: Callable[[Any], bool], validate_fn: Callable[[Any], None]) -> None:
-    """Lets configs hold values for which `match_fn` is true; `validate_fn` raises for bad ones."""
-    _validators.append((match_fn, validate_fn))
+_SCALARS = (type(None), bool, int, float, str, bytes, enum.Enum)
 
 
 def is_record(value: Any) -> bool:
@@ -176,10 +170,6 @@ def record_fields(value: Any) -> dict[str, Any]:
 
 def validate_value(value: Any) -> None:
     """Raises NonConfigFieldError if a config may not hold `value`, or an element of it."""
-    for match_fn, validate_fn in _validators:
-        if match_fn(value):
-            validate_fn(value)
-            return
     if isinstance(value, str) and "://" in value and masked(value) != value:
         raise NonConfigFieldError(
             f"{masked(value)!r} has a password, which the texts of a config would show; set it in "
@@ -187,6 +177,8 @@ def validate_value(value: Any) -> None:
         )
     if isinstance(value, _SCALARS) or is_config(value) or has_reference(value):
         return
+    if isinstance(value, np.dtype) and is_dtype_name(value.name) and value == dtype(value.name):
+        return  # Others, such as those of the other byte order, are not what their name says.
     for element in _elements(value):
         validate_value(element)
 
@@ -200,13 +192,13 @@ def _elements(value: Any) -> Iterable[Any]:
             if type(key) not in (str, int):
                 raise NonConfigFieldError(f"{value!r} has the key {key!r}: keys are str or int")
         return value.values()
-    if type(value) in (list, tuple, set, frozenset):
+    if type(value) in (list, tuple):
         return value
-    wrap = "wrap it in a def or a lambda, or " if callable(value) else ""
+    wrap = "wrap it in a def, or " if callable(value) else ""
     raise NonConfigFieldError(
-        f"a config cannot hold {value!r} of type {type(value).__qualname__}: only plain data, "
-        f"functions, classes and configs; {wrap}describe it by config_for_function or "
-        "config_for_class"
+        f"a config cannot hold {value!r} of type {type(value).__qualname__}: only numbers, "
+        f"strings, lists, tuples, dicts, functions, classes and configs; {wrap}describe it by "
+        "config_for_function or config_for_class"
     )
 
 
@@ -381,16 +373,16 @@ def reference(value: Any) -> str:
 
 
 def resolve_reference(text: str) -> Any:
-    """Returns the object that `module:qualname` names, today or in an earlier version.
+    """Returns the object that `module:qualname` names.
 
     Raises:
         UserError: If there is none.
     """
     if "<" in text:
         raise UserError(f"{text} was defined inside a function; text cannot name it.")
-    module_name, _, qualname = moved_names.current_name(text).partition(":")
+    module_name, _, qualname = text.partition(":")
     try:
-        value = importlib.import_module(moved_names.find_module(module_name) or module_name)
+        value = importlib.import_module(find_module(module_name) or module_name)
     except ModuleNotFoundError as error:
         if error.name and module_name.startswith(error.name):
             raise UserError(f"{text!r}: there is no module {module_name!r}.") from None

@@ -8,6 +8,7 @@ absent, and rewritten by its owner alone. The highest counts. A process that see
 import contextlib
 import logging
 import os
+import signal
 import socket
 import threading
 import time
@@ -41,22 +42,26 @@ def lease(directory: str, *, setting: str) -> Iterator[Callable[[], None]]:
         ) from error
     ended = threading.Event()
 
-    def renew() -> None:
-        while not ended.wait(RENEW_SECONDS):
-            try:
-                if max(_leases(directory), default=0) == number:
-                    content = f"{owner}, renewed at {time.time()}"
-                    storage.write_bytes(_path(directory, number), content.encode())
-            except OSError as error:
-                logger.warning("The lease of %s could not be renewed: %s", directory, error)
-
     def check() -> None:
-        with contextlib.suppress(OSError):  # Writing the checkpoint reports it.
+        with contextlib.suppress(OSError):  # Writing reports it.
             if max(_leases(directory), default=0) != number:
                 raise UserError(
                     f"{directory} was taken over by another process, or its {_NAME}* removed: this "
                     "one stops. Start it again once no other does."
                 )
+
+    def renew() -> None:
+        while not ended.wait(RENEW_SECONDS):
+            try:
+                check()
+                content = f"{owner}, renewed at {time.time()}"
+                storage.write_bytes(_path(directory, number), content.encode())
+            except OSError as error:
+                logger.warning("The lease of %s could not be renewed: %s", directory, error)
+            except UserError as error:
+                logger.error("%s", error)
+                os.kill(os.getpid(), signal.SIGTERM)  # Which a run takes on all of its processes.
+                return
 
     thread = threading.Thread(target=renew, name="lease", daemon=True)
     thread.start()

@@ -26,7 +26,7 @@ _FINISHED = 1 << 31  # From a process that ends as intended.
 
 _PROBES = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 4}  # 10 s for a host.
 _CONNECT_SECONDS = 10.0
-_FIRST_REPORT_SECONDS, _REPORT_SECONDS = 15.0, 30.0
+_FIRST_REPORT_SECONDS, _REPORT_SECONDS = 10.0, 30.0
 _GRACE_SECONDS = 2.0  # For an error of this process that is on its way, too.
 
 _Peers = dict[int, socket.socket]  # By index: all others for process 0, process 0 for the others.
@@ -200,9 +200,9 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 def _connect(address: tuple[str, int], index: int, description: str, wait: _Wait) -> socket.socket:
     """Returns a connection to process 0, once all processes are there."""
-    reason = f"process 0 does not answer at {address[0]}:{address[1]}"
+    where = f"{address[0]}:{address[1]}"
     while True:
-        seconds = wait.go_on(reason)
+        seconds = wait.go_on(f"process 0 does not answer at {where}")
         try:
             peer = socket.create_connection(address, min(seconds, _CONNECT_SECONDS))
         except OSError:
@@ -211,7 +211,8 @@ def _connect(address: tuple[str, int], index: int, description: str, wait: _Wait
         peer.settimeout(_CONNECT_SECONDS)
         _send(peer, index, description.encode(), _HELLO)
         while True:
-            peer.settimeout(wait.go_on("process 0 names the missing ones"))
+            reason = "processes are missing, which process 0 names, or another program has its port"
+            peer.settimeout(wait.go_on(f"connected to {where}, but {reason}"))
             with contextlib.suppress(TimeoutError):
                 number, text = _receive(peer) or (None, b"")
                 if number == _ALL_STARTED:

@@ -1,5 +1,6 @@
 """Metrics of a run in `metrics.jsonl`: a JSON object per line, with a step. Needs no JAX."""
 
+import json
 import logging
 import math
 import os
@@ -58,7 +59,8 @@ class MetricsReader:
         """
         run = os.fspath(run)
         self.path = run if run.endswith(".jsonl") else os.path.join(run, METRICS_FILE)
-        self._names = {name.encode(): name for name in ("step", *names)} if names else {}
+        as_written = lambda name: json.dumps(name)[1:-1].encode()
+        self._names = {as_written(x): x for x in ("step", *names)} if names else {}
         pattern = b'"(%s)": ([^,}]+)' % b"|".join(map(re.escape, self._names))
         self._pattern, self._only_last = re.compile(pattern), only_last
         self.reset()

@@ -22,7 +22,7 @@ import types
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from moelib.core import config_types, moved_names
+from moelib.core import config_types, module_names
 from moelib.core.config import ConfigBase, Configurable
 from moelib.core.errors import UserError, refuse_single_strings
 
@@ -39,6 +39,8 @@ _FUNCTIONS = (
 # Modules of other libraries whose functions neither read nor write anything.
 _PURE = ("jax.nn", "jax._src.nn", "optax")
 _DTYPE_MODULES = ("jax.numpy", "ml_dtypes", "numpy")
+
+_MOVED = "If {} has moved, import it in {} too."
 
 _modules: set[str] = set()  # Modules and packages that the user has allowed in this process.
 _folders: set[str] = set()  # Folders whose modules the user has allowed.
@@ -76,7 +78,7 @@ def resolve(text: str, names: Mapping[str, Any] | None = None) -> Any:
     """Returns the object that a config file names.
 
     Args:
-        text: Its name, `module:qualname`, today's or of an earlier version.
+        text: Its name, `module:qualname`.
         names: Objects that are allowed in addition, by name.
 
     Raises:
@@ -86,18 +88,22 @@ def resolve(text: str, names: Mapping[str, Any] | None = None) -> Any:
     """
     if names and text in names:
         return names[text]
-    module, _, qualname = moved_names.current_name(text).partition(":")
+    module, _, qualname = text.partition(":")
     dtype = module in _DTYPE_MODULES and config_types.is_dtype_name(qualname)
     if not dtype and not _may_import(module):
         top = module.partition(".")[0]
         refusal = f"a config file may not name {module!r}, as in {text!r}"
         if top in sys.stdlib_module_names:
             raise UntrustedNameError(f"{refusal}: it is of Python's standard library.")
-        raise (UntrustedNameError if moved_names.find_module(top) else UnknownModuleError)(
+        is_known = module_names.find_module(top)
+        raise (UntrustedNameError if is_known else UnknownModuleError)(
             f"{refusal}. If you trust this code, pass --module={top}, or the folder that holds it "
-            "as --module_dir."
+            f"as --module_dir.{'' if is_known else ' ' + _MOVED.format(qualname, module)}"
         )
-    value = config_types.resolve_reference(text)
+    try:
+        value = config_types.resolve_reference(text)
+    except UserError as error:
+        raise UserError(f"{error} {_MOVED.format(qualname, module)}") from error
     if not dtype and not _may_use(value):
         raise UntrustedNameError(
             f"a config file may not name {text!r}: only components, not all code of {module!r}. If "
@@ -115,12 +121,12 @@ def _may_import(module: str) -> bool:
     if is_of_the_user(_location(getattr(sys.modules.get(top), "__spec__", None))):
         return True
     try:
-        found = moved_names.find_module(top)
+        found = module_names.find_module(top)
         location = _location(importlib.util.find_spec(found)) if found else ""
     except ValueError:  # A module without a spec.
         return False
     folder = os.path.dirname(location)
-    named_configs = top in moved_names.EXPERIMENTS and folder == os.path.dirname(_MOELIB)
+    named_configs = top in module_names.EXPERIMENTS and folder == os.path.dirname(_MOELIB)
     return named_configs or os.path.realpath(folder) in _folders
 
 

@@ -41,7 +41,8 @@ class Mixture(Configurable):
         cfg = self.config
         _check_weights(list(cfg.sources), cfg.weights)
         self.names = sorted(cfg.sources)
-        self.sources: list[Any] = [cfg.sources[name].instantiate() for name in self.names]
+        self.sources: list[TokenSource] = [cfg.sources[name].instantiate() for name in self.names]
+        self._check_vocabularies()
         weights = np.array([cfg.weights[name] for name in self.names], np.float64)
         self.counts = round_shares(weights, PERIOD)
         for name, count in zip(self.names, self.counts.tolist(), strict=True):
@@ -54,7 +55,6 @@ class Mixture(Configurable):
         self._rank = np.empty(PERIOD, np.int64)  # Number of each sequence within its source.
         for k, count in enumerate(self.counts.tolist()):
             self._rank[self.pattern == k] = np.arange(count)
-        self._check_vocabularies()
 
     @classmethod
     def load_tokenizer(cls, cfg: Any) -> Tokenizer:

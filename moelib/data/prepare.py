@@ -193,7 +193,7 @@ def _has_text(folder: str, plan: Mapping[str, Any], source: Source, parts: Seque
         _log(f"{folder} was made from another version of the text; delete it to prepare it again.")
         return True
     total = sum(part.num_bytes for part in parts)
-    if not meta.text_hash or meta.source_bytes != total:  # Another size: no need to read it.
+    if meta.source_bytes != total:  # Another size: no need to read it.
         return False
     _log(f"the files have changed since {folder} was made; comparing their text.")
     hashes = []

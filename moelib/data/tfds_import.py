@@ -1,4 +1,4 @@
-"""TFDS, TensorFlow and Beam: optional packages, imported on use."""
+"""TFDS and TensorFlow: optional packages, imported on use."""
 
 import functools
 import importlib
@@ -16,13 +16,13 @@ class MissingPackageError(UserError, ModuleNotFoundError):
     """An optional package is not installed."""
 
 
-def _import(module: str, extra: str, use: str) -> Any:
+def _import(module: str, use: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise MissingPackageError(
             f"{use} needs {module}, which is not installed ({error}); install it with "
-            f"`pip install 'moelib[{extra}]'`."
+            f"`pip install 'moelib[tfds]'`."
         ) from error
 
 
@@ -35,7 +35,7 @@ def import_tfds() -> Any:
     """
     # TFDS 4.9.10 imports this backport without requiring it; the standard library suffices.
     sys.modules.setdefault("importlib_resources", importlib.resources)
-    tfds = _import("tensorflow_datasets", "tfds", "A TFDS data set")
+    tfds = _import("tensorflow_datasets", "A TFDS data set")
     if not hasattr(tfds, "builder"):  # TFDS logs an error in its own imports and goes on.
         raise MissingPackageError(
             "tensorflow_datasets lacks a package, named in the log above; install it with "
@@ -58,17 +58,12 @@ def import_tfds() -> Any:
 
 def check_array_record() -> None:
     """Raises MissingPackageError if ArrayRecord files cannot be read."""
-    _import("array_record", "tfds", "A data set stored as ArrayRecord")
+    _import("array_record", "A data set stored as ArrayRecord")
 
 
 def import_tensorflow() -> Any:
     """Returns TensorFlow, kept off accelerators, whose memory it would take from JAX."""
-    tf = _import("tensorflow", "tfds", "Reading with tf.data (TFRecord files, streaming)")
+    tf = _import("tensorflow", "Reading with tf.data (TFRecord files, streaming)")
     for kind in ("GPU", "TPU"):
         tf.config.set_visible_devices([], kind)
     return tf
-
-
-def import_beam() -> Any:
-    """Returns Apache Beam."""
-    return _import("apache_beam", "beam", "A Beam pipeline")

@@ -26,7 +26,6 @@ import functools
 import hashlib
 import itertools
 import json
-import logging
 import os
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,8 +43,6 @@ from moelib.data import store_check
 from moelib.data.hashing import random_uniform
 from moelib.data.token_source import TokenSource
 from moelib.data.tokenizer import FILE_NAME, NoTokenizerError, Tokenizer
-
-logger = logging.getLogger(__name__)
 
 FORMAT = 1
 META = "meta.json"
@@ -74,13 +71,12 @@ class StoreMeta:
     tokenizer_hash: str
     source_hash: str  # `fingerprint` of the source's parts.
     content_hash: str  # Of tokens and lengths.
-    format: int = FORMAT
-    # Absent in stores of older versions, which are recognized by source_hash alone.
-    source_class: str = ""  # For example "JsonLines".
-    source_bytes: int = 0  # Bytes of the source's parts.
-    text_hash: str = ""  # Of the `TextHash` of each part.
+    source_class: str  # For example "JsonLines".
+    source_bytes: int  # Bytes of the source's parts.
+    text_hash: str  # Of the `TextHash` of each part.
     # Of each block of each file but this one and the request; see moelib.data.store_check.
-    block_hashes: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    block_hashes: dict[str, list[str]]
+    format: int = FORMAT
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -112,15 +108,11 @@ def read_meta(path: str) -> StoreMeta:
             content = parse_json(file.read())
         if content.get("format") != FORMAT:
             raise ValueError(f"not of format {FORMAT}")
-        digest = content.pop("digest", None)  # Absent in stores of older versions.
-        if digest not in (None, json_digest(content)) or (
-            digest is None and "block_hashes" in content
-        ):
+        if (digest := content.pop("digest", None)) != json_digest(content):
             raise ValueError(f"digest={digest!r:.20} is not that of its content")
         meta = StoreMeta(**content)
         _check_values(meta)
-        if digest is not None:
-            _check_hashed(meta)
+        _check_hashed(meta)
         return meta
     except FileNotFoundError:
         cure = "make one with `moelib prepare`, or set path to one."
@@ -264,12 +256,6 @@ class TokenStore(TokenSource):
                 raise self._damaged(f"{name} cannot be read ({error.strerror})") from error
             if size != tokens * itemsize:
                 raise self._damaged(f"{name} has {size} bytes, not {tokens * itemsize}")
-        if not self.meta.block_hashes:
-            logger.warning(
-                "%s has no hashes of its blocks, because an older version made it: only sizes are "
-                "checked; `moelib prepare --verify` checks its tokens.",
-                self.name,
-            )
 
     def _blocks(self) -> tuple[list[store_check.Block], list[store_check.Block]]:
         """Returns the blocks that are checked on opening, with a sample of tokens, and the rest."""
@@ -386,22 +372,11 @@ class TokenStore(TokenSource):
     def verify(self, on_bytes: Callable[[int], None] = lambda _: None) -> None:
         """Reads all files. Raises UserError if one is not as it was written.
 
-        Of a store of an older version, it reads tokens, lengths and tokenizer. `on_bytes` is called
-        with the number of bytes after each step.
+        `on_bytes` is called with the number of bytes after each block.
         """
         for block in itertools.chain(*self._blocks()):
             self._check_blocks([block])
             on_bytes(store_check.BLOCK_BYTES)
-        if not self.meta.block_hashes:
-            hashes = []
-            for index in range(len(self.meta.file_tokens)):
-                path = self._path(tokens_file(index))
-                with readable(path), storage.open_to_read(path, "rb") as file:
-                    hashes.append(hashlib.file_digest(file, "sha256").hexdigest())
-                    on_bytes(file.tell())
-            lengths = self._array(LENGTHS, self.meta.num_documents)
-            if content_hash(hashes, lengths) != self.meta.content_hash:
-                raise self._damaged("its tokens or lengths are not those that were written")
         if self.meta.eos_token:
             self.tokenizer()
 

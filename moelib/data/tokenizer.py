@@ -8,6 +8,7 @@ Letters: V vocabulary.
 """
 
 import collections
+import copy
 import functools
 import hashlib
 import json
@@ -253,14 +254,16 @@ class PublishedTokenizer(Tokenizer):
         """Returns the ids of prompts."""
         add_bos = self.config.add_bos_token
         prefix = [self.bos_id] if add_bos and self.bos_id is not None else []
-        self._tokenizer.encode_special_tokens = False
-        try:
-            encodings = self._tokenizer.encode_batch_fast(
-                list(texts), add_special_tokens=add_bos is None
-            )
-        finally:
-            self._tokenizer.encode_special_tokens = True
+        encode = self._for_prompts.encode_batch_fast
+        encodings = encode(list(texts), add_special_tokens=add_bos is None)
         return [prefix + encoding.ids for encoding in encodings]
+
+    @functools.cached_property
+    def _for_prompts(self) -> Any:
+        """The tokenizer that recognizes special tokens; other threads may use both."""
+        tokenizer = copy.deepcopy(self._tokenizer)
+        tokenizer.encode_special_tokens = False
+        return tokenizer
 
 
 def read_tokenizer(folder: str, *, published: bool = False) -> Any:

@@ -1,6 +1,7 @@
 """Evaluation of trained models on benchmarks, texts and the tasks of lm-eval."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, overload
@@ -10,6 +11,7 @@ import jax
 from moelib.core import storage
 from moelib.core.errors import ExistingFileError, UserError, refuse_single_strings
 from moelib.core.metrics import Scalars
+from moelib.core.processes import on_process_0
 from moelib.core.progress import Progress
 from moelib.evaluation import report
 from moelib.evaluation.evaluations import Evaluation, Metrics, run_evaluations
@@ -72,8 +74,8 @@ def evaluate(
         include_path: Folder of further task files for lm-eval.
         max_length: Maximum number of tokens of a sequence; None for the model's.
         batch_tokens: Number of tokens of a batch, padding included.
-        output: Folder for results.json, results.csv and, of several steps, results.png; results
-            are kept if a later step fails. None writes nothing.
+        output: Folder for results.json, results.csv and, of several steps, results.png, which
+            process 0 writes; results are kept if a later step fails. None writes nothing.
         settings: Arguments for a task alone, those of `moelib.predict`.
 
     Raises:
@@ -134,7 +136,8 @@ def evaluate(
                 found |= run_tasks(LmEvalModel(model, scorer), manager, tasks, **options)
         results += report.results_of(model.step, _num_tokens_read(model), found)
         if output is not None:
-            report.write_results(output, model.folder, results, record)
+            args = (output, model.folder, results, record)
+            on_process_0(functools.partial(report.write_results, *args))
     return results
 
 
@@ -183,5 +186,6 @@ def _check_what(
         raise UserError("tasks and corpus are empty; set one of them to what to evaluate on.")
     if not isinstance(model, LoadedModel):
         raise UserError(f"model is {model!r}; pass a model from moelib.load_model.")
-    if output is not None and storage.exists(os.path.join(output, report.RESULTS_FILE)):
+    path = "" if output is None else os.path.join(output, report.RESULTS_FILE)
+    if path and on_process_0(lambda: storage.exists(path)):
         raise ExistingFileError(f"output {output} has results already; set another folder.")

@@ -227,8 +227,8 @@ class ScanStack(BaseStack):
     ) -> Array:
         """Returns the output of one block, whose parameters are the state of this context.
 
-        It saves all activations: the caller recomputes several blocks at once. No layer inside may
-        carry values to the next one.
+        The block is recomputed in its backward pass as `remat` says. No layer inside may carry
+        values to the next one.
 
         Args:
             x: The residual stream.

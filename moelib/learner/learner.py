@@ -135,6 +135,7 @@ class Learner(Module):
                 optimizers[f"rule{i}"] = self._build(f"update_rules[{i}][1]", rule)
         self._optimizer = transforms.split(optimizers, self._labels)
         self._ema = cfg.ema.instantiate()
+        self._warned = False  # Of state that is not stored in fewer bits.
         self._take_step = maybe_instantiate(cfg.skip)
 
     def _label_parameters(self) -> dict[str, str]:
@@ -173,10 +174,9 @@ class Learner(Module):
                 f"{self._field(field)} builds {optimizer!r}; set it to the config of a function "
                 "that returns an optax.GradientTransformation."
             )
-        formats = self.config.first_moment, self.config.second_moment
-        if set(formats) == {MomentFormat.FLOAT32}:
+        if not self._has_low_moments():
             return optimizer
-        return stored_as(optimizer, *formats)
+        return stored_as(optimizer, self.config.first_moment, self.config.second_moment)
 
     @nowrap
     def is_updated(self, path: str) -> bool:
@@ -210,7 +210,15 @@ class Learner(Module):
         optimizer = self._optimizer.init(cast_floats(updated, jnp.float32))
         state = LearnerState(optimizer, ema, jnp.zeros((), jnp.int32))
         fields = ("first_moment", "second_moment")
-        for field, found in zip(fields, moments_in(state.optimizer), strict=True):
+        *moments, others = moments_in(state.optimizer)
+        if others and self._has_low_moments() and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s: %s are no moments of a known optimizer, and stay in float32.",
+                self._field("optimizer"),
+                f"{', '.join(others[:3])}{', ...' * (len(others) > 3)}",
+            )
+        for field, found in zip(fields, moments, strict=True):
             format_ = getattr(self.config, field)
             if updated and format_ is not MomentFormat.FLOAT32 and not found:
                 means = "gradients" if field == "first_moment" else "squared gradients"
@@ -235,9 +243,12 @@ class Learner(Module):
 
     def _rounds(self, updated: Nested) -> bool:
         """Returns whether moments, or some of the parameters, are stored in fewer bits."""
-        formats = {self.config.first_moment, self.config.second_moment}
         low = any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(updated))
-        return low or formats != {MomentFormat.FLOAT32}
+        return low or self._has_low_moments()
+
+    def _has_low_moments(self) -> bool:
+        formats = self.config.first_moment, self.config.second_moment
+        return set(formats) != {MomentFormat.FLOAT32}
 
     @nowrap
     def state_specs(self) -> LearnerState:

@@ -12,35 +12,39 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from jaxtyping import Array, Float32, UInt8
+
+from moelib.learner.factored import FactoredState
 
 _MIN_SIZE = 4096  # Elements from which on an array is encoded, as in arXiv:2110.02861, section 2.
 _MAX_BLOCK, _MIN_BLOCK = 256, 32  # Elements along the last dimension that share a scale.
 # Fields that hold means of gradients, with a sign, and means of squares, 0 or more, by the class of
-# an optimizer's state: those of Optax and of `factored`. Sums that only grow would stop growing in
-# fewer bits, and centered RMSProp would take the root of a difference below 0: both are left out.
-_MOMENTS = {
-    "DAdaptAdamWState": (("exp_avg",), ("exp_avg_sq",)),
-    "EmaState": (("ema",), ()),
-    "FactoredState": ((), ("row", "col", "full", "v_row", "v_col", "v")),
-    "MomoAdamState": (("exp_avg",), ("exp_avg_sq",)),
-    "MomoState": (("exp_avg",), ()),
-    "MuonState": (("mu",), ()),
-    "ProdigyState": (("exp_avg",), ("exp_avg_sq",)),
-    "ScaleByAdaDeltaState": ((), ("e_g", "e_x")),
-    "ScaleByAdamState": (("mu",), ("nu",)),
-    "ScaleByAdanState": (("m", "v"), ("n",)),
-    "ScaleByAdemamixState": (("m1", "m2"), ("nu",)),
-    "ScaleByAmsgradState": (("mu",), ("nu", "nu_max")),
-    "ScaleByBeliefState": (("mu",), ("nu",)),
-    "ScaleByLionState": (("mu",), ()),
-    "ScaleByNovogradState": (("mu",), ()),
-    "ScaleByRmsState": ((), ("nu",)),
-    "ScaleByRmsWithCountState": ((), ("nu",)),
-    "ScaleBySM3State": (("nu",), ()),
-    "ScaleBySimplifiedAdEMAMixState": (("m",), ("n",)),
-    "SophiaState": (("mu",), ()),
-    "TraceState": (("trace",), ()),
+# an optimizer's state. Sums that only grow would stop growing in fewer bits, and centered RMSProp
+# would take the root of a difference below 0: both are excluded.
+_MOMENTS: dict[type, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    FactoredState: ((), ("row", "col", "full")),
+    optax.EmaState: (("ema",), ()),
+    optax.FactoredState: ((), ("v_row", "v_col", "v")),
+    optax.ScaleByAdaDeltaState: ((), ("e_g", "e_x")),
+    optax.ScaleByAdamState: (("mu",), ("nu",)),
+    optax.ScaleByAdanState: (("m", "v"), ("n",)),
+    optax.ScaleByAmsgradState: (("mu",), ("nu", "nu_max")),
+    optax.ScaleByBeliefState: (("mu",), ("nu",)),
+    optax.ScaleByLionState: (("mu",), ()),
+    optax.ScaleByNovogradState: (("mu",), ()),
+    optax.ScaleByRmsState: ((), ("nu",)),
+    type(jax.eval_shape(optax.scale_by_rms(bias_correction=True).init, ())): ((), ("nu",)),
+    optax.ScaleBySM3State: (("nu",), ()),
+    optax.TraceState: (("trace",), ()),
+    optax.contrib.DAdaptAdamWState: (("exp_avg",), ("exp_avg_sq",)),
+    optax.contrib.MomoAdamState: (("exp_avg",), ("exp_avg_sq",)),
+    optax.contrib.MomoState: (("exp_avg",), ()),
+    optax.contrib.MuonState: (("mu",), ()),
+    optax.contrib.ProdigyState: (("exp_avg",), ("exp_avg_sq",)),
+    optax.contrib.ScaleByAdemamixState: (("m1", "m2"), ("nu",)),
+    optax.contrib.ScaleBySimplifiedAdEMAMixState: (("m",), ("n",)),
+    optax.contrib.SophiaState: (("mu",), ()),
 }
 
 
@@ -200,18 +204,21 @@ def stored_as(
     return optax.GradientTransformationExtraArgs(lambda p: encode(inner.init(p), None), update)
 
 
-def moments_in(state: Any) -> tuple[bool, bool]:
-    """Returns whether a state has means of gradients, and whether it has means of squares."""
-    found = set()
-    _map_moments(lambda path, x, is_second: found.add(is_second), state)
-    return False in found, True in found
+def moments_in(state: Any) -> tuple[bool, bool, list[str]]:
+    """Returns whether a state has means of gradients, and of squares, and paths of other arrays."""
+    found: dict[Any, bool] = {}
+    _map_moments(lambda path, x, is_second: found.setdefault(path, is_second), state)
+    large = lambda x: not _is_quantized(x) and x.size >= _MIN_SIZE and x.dtype == jnp.float32
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_quantized)
+    others = [jax.tree_util.keystr(path) for path, x in leaves if path not in found and large(x)]
+    return False in found.values(), True in found.values(), others
 
 
 def _map_moments(f: Callable[[Any, Any, bool], Any], state: Any) -> Any:
     """Returns a state with each moment replaced by f(path, moment, whether it is of squares)."""
 
     def node(path: Any, x: Any) -> Any:
-        means, squares = _MOMENTS.get(type(x).__name__, ((), ()))
+        means, squares = _MOMENTS.get(type(x), ((), ()))
 
         def leaf(inner: Any, y: Any) -> Any:
             field = getattr(next(iter(inner), None), "name", None)
@@ -219,8 +226,7 @@ def _map_moments(f: Callable[[Any, Any, bool], Any], state: Any) -> Any:
 
         return jax.tree_util.tree_map_with_path(leaf, x, is_leaf=_is_quantized)
 
-    has_moments = lambda x: type(x).__name__ in _MOMENTS
-    return jax.tree_util.tree_map_with_path(node, state, is_leaf=has_moments)
+    return jax.tree_util.tree_map_with_path(node, state, is_leaf=lambda x: type(x) in _MOMENTS)
 
 
 def _is_quantized(x: Any) -> bool:

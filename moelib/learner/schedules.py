@@ -71,7 +71,7 @@ def for_optax(schedule: float | Schedule) -> Schedule:
 
 def constant(peak_lr: float = 1.0, *, warmup_steps: float = 0) -> Schedule:
     """Returns a schedule that stays at `peak_lr` after the warmup."""
-    _check_lengths("constant", None, warmup_steps=warmup_steps)
+    _check_lengths("constant", None, peak_lr=peak_lr, warmup_steps=warmup_steps)
     return lambda step: peak_lr * _warmup(_float(step), warmup_steps)
 
 
@@ -111,6 +111,8 @@ def inverse_sqrt(peak_lr: float = 1.0, *, warmup_steps: float, end_lr: float = 0
             f"inverse_sqrt: warmup_steps is {warmup_steps}; set it to 1 or more, the rate falls as "
             "sqrt(warmup_steps / step)."
         )
+
+    _check_rates("inverse_sqrt", peak_lr, end_lr)
 
     def schedule(step: Any) -> jax.Array:
         step = _float(step)
@@ -155,6 +157,7 @@ def _decaying(
     form: str, peak_lr: float, end_lr: float, warmup_steps: float, start: float, max_step: int
 ) -> Schedule:
     """Returns a schedule that decays from step `start` to `max_step`."""
+    _check_rates(form, peak_lr, end_lr)
     _check_lengths(form, max_step, warmup_steps=warmup_steps)
     if start >= max_step:
         raise UserError(
@@ -181,10 +184,18 @@ def _warmup(step: jax.Array, warmup_steps: float) -> jax.Array:
     return jnp.minimum(step / warmup_steps, 1.0)
 
 
+def _check_rates(name: str, peak_lr: float, end_lr: float) -> None:
+    """Raises UserError if a rate is negative, or the last one above the peak."""
+    if not 0 <= end_lr <= peak_lr:
+        raise UserError(
+            f"{name}: peak_lr is {peak_lr} and end_lr is {end_lr}; set 0 <= end_lr <= peak_lr."
+        )
+
+
 def _check_lengths(name: str, max_step: int | None, **lengths: float) -> None:
     """Raises UserError if a length is negative, or their sum is longer than the run."""
     for field, length in lengths.items():
-        if length < 0:
+        if not length >= 0:  # NaN, too.
             raise UserError(f"{name}: {field} is {length}; set it to 0 or more.")
     if max_step is not None and sum(lengths.values()) > max_step:
         parts = " and ".join(f"{field} {length}" for field, length in lengths.items())

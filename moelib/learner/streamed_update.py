@@ -5,6 +5,7 @@ each parameter with its two moments.
 """
 
 import functools
+import logging
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,10 @@ from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from moelib.core.errors import UserError
+from moelib.core.jaxpr import inlined
 from moelib.learner.offload import is_offloaded, to_device, to_host
+
+logger = logging.getLogger(__name__)
 
 Update = Callable[[Any, Any, Any], tuple[Any, Any, Any]]
 
@@ -38,10 +42,8 @@ def streamed_update(
     """
     leaves, treedef = jax.tree.flatten((params, gradients, state))
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-    traced = jax.make_jaxpr(update, return_shape=True)
-    with jax.disable_jit():  # A jitted function of all moments would be one group.
-        closed, shapes = traced(*treedef.unflatten(structs))
-    graph = _Graph(closed)
+    closed, shapes = jax.make_jaxpr(update, return_shape=True)(*treedef.unflatten(structs))
+    graph = _Graph(inlined(closed))  # A jitted function of all moments would be one group.
     given = dict(zip(graph.inputs, leaves, strict=True))
     # The input that each result replaces: its value before the update.
     num_state = len(jax.tree.leaves(state))
@@ -78,6 +80,15 @@ def streamed_update(
     found = graph.evaluate([graph.outs[i] for i in independent], values)
     results = {i: back(i, x) for i, x in zip(independent, found, strict=True)}
     if groups := _groups(needed):
+        num_params = len(jax.tree.leaves(params))
+        together = max(sum(i < num_params for i in members) for _, members in groups)
+        if together > 1:
+            logger.warning(
+                "offload_state is True, but the update of each of %d parameters depends on the "
+                "state of the others, which is on the device at once; use learner.skip in place of "
+                "a conditional around the optimizer, or set offload_state to False.",
+                together,
+            )
         branches = [group_update(bits, members) for bits, members in groups]
         start = {i: given[before[i]] for i, bits in enumerate(needed) if bits}
         results |= lax.fori_loop(0, len(branches), lambda i, x: lax.switch(i, branches, x), start)

@@ -116,8 +116,7 @@ def add_decayed_weights(
     """
     if weight_decay < 0:
         raise UserError(f"weight_decay is {weight_decay}; set it to 0 or more.")
-    default = lambda spec: 1.0 if spec is None else spec.weight_decay_scale
-    scales_of = _scales(per_param_scale, param_specs, default, field="weight_decay_per_param_scale")
+    scales_of = _scales(per_param_scale, param_specs)
 
     def update(updates: Any, params: Any) -> Any:
         scales = scales_of(params) if weight_decay else dict[str, float]()
@@ -136,38 +135,16 @@ def matrices_only(spec: ParameterSpec) -> float:
     return 0.0 if spec.fan_axes is None else 1.0
 
 
-def scale_by_path(
-    scales: PathScales, *, param_specs: Nested | None = None
-) -> optax.GradientTransformation:
-    """Returns each update times the factor of its path, 1 where no regex matches.
-
-    After an optimizer in a chain, the factors multiply its learning rate. The specs are required if
-    `scales` is a function, or under update rules, which pass on only some of the parameters.
-
-    Raises:
-        UserError: If a regex matches no path.
-    """
-    scales_of = _scales(scales, param_specs, lambda spec: 1.0, "scale_by_path")
-
-    def update(updates: Any, _: Any) -> Any:
-        factors = scales_of(updates)
-        return tree.map_by_path(lambda path, u: u * factors[path], updates)
-
-    return optax.stateless(update)
-
-
 def _scales(
-    rules: PathScales,
-    param_specs: Nested | None,
-    default: Callable[[ParameterSpec | None], float],
-    field: str,
+    rules: PathScales, param_specs: Nested | None
 ) -> Callable[[Nested], Mapping[str, float]]:
     """Returns the function parameters -> {path: factor}; with specs, checks the rules at once."""
+    field = "weight_decay_per_param_scale"
     if param_specs is None:
         if callable(rules):
             raise UserError(f"{field}: a function of the spec requires param_specs; set them.")
         return lambda params: tree.match_rules(
-            tree.by_path(params), rules, default=default(None), field=field
+            tree.by_path(params), rules, default=1.0, field=field
         )
     specs = specs_by_path(param_specs)
     if callable(rules):
@@ -175,7 +152,7 @@ def _scales(
     else:
         chosen = tree.match_rules(specs, rules, default=None, field=field)
         factors = {
-            path: default(specs[path]) if factor is None else factor
+            path: specs[path].weight_decay_scale if factor is None else factor
             for path, factor in chosen.items()
         }
     return lambda params: factors

@@ -32,9 +32,10 @@ def dense_twin(cfg: Any, *, width: float = 1.0, multiple_of: int = MULTIPLE) -> 
     """Returns the dense twin of a trainer's config, which is not changed.
 
     Every MoE layer becomes a `FeedForward` layer whose FLOPs per token are those of its router, K
-    experts and shared experts, with the hidden size rounded to the nearest multiple. Everything
-    else is equal, seed and data included, except that no routing is logged. Biases of experts,
-    without matmul FLOPs, have no twin.
+    experts and shared experts, with the hidden size rounded to the nearest multiple. Its activation
+    is that of the experts, or SwiGLU if they have no such field. Everything else is equal, seed and
+    data included, except that no routing is logged. Biases of experts, without matmul FLOPs, have
+    no twin.
 
     Args:
         cfg: Config of a trainer of a language model.

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
+from moelib.core.config_paths import text_lines
 from moelib.core.errors import UserError
 from moelib.core.files import read_text
 from moelib.core.metrics_file import MetricsReader, read_metrics
@@ -27,10 +28,10 @@ def config_differences(runs: Sequence[str]) -> dict[str, tuple[bool, list[str | 
     Raises:
         UserError: If a config.txt is missing or cannot be read.
     """
-    from moelib.train.identity import config_values, identity
+    from moelib.train.identity import identity
 
     texts = [read_text(os.path.join(run, CONFIG_FILE)) for run in runs]
-    values = list(map(config_values, texts))
+    values = list(map(text_lines, texts))
     decisive = {path for text in texts for path in identity(text)}
     rows = {path: [each.get(path) for each in values] for each in values for path in each}
     return {path: (path in decisive, x) for path, x in rows.items() if len(set(x)) > 1}

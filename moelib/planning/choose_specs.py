@@ -1,5 +1,6 @@
 """`choose_specs`: candidate shardings compiled ahead of time, and the cheapest of them."""
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from moelib.parallel.auto_sharding.specs import (
     Leftover,
     auto_partition_specs,
     check_spec,
+    check_windows,
 )
 from moelib.parallel.sharding import mesh_axes_of
 from moelib.planning.hlo import program
@@ -75,9 +77,9 @@ def choose_specs(
 ) -> Choice:
     """Compiles the loss and its gradient for several shardings, and returns the cheapest.
 
-    The candidates are the traced sharding, the one from shapes, replication, and `others`. Nothing
-    runs: parameters and batch may be `jax.ShapeDtypeStruct`s, and the mesh may be one of described
-    devices.
+    The candidates are the traced sharding, the one from shapes unless it shards a convolution's
+    window, replication, and `others`. Nothing runs: parameters and batch may be
+    `jax.ShapeDtypeStruct`s, and the mesh may be one of described devices.
 
     Args:
         loss: Function of (params, *example_batch) with a scalar result.
@@ -126,13 +128,16 @@ def choose_specs(
     whole = jax.tree.map(lambda _: PartitionSpec(), traced.specs)
     named = {
         "traced": (traced.specs, traced.use_specs),
-        "shapes": (by_shape.specs, by_shape.use_specs),
         "replicated": (whole, whole),
     }
+    with contextlib.suppress(UserError):  # Shapes do not show all windows of convolutions.
+        _check_windows("shapes", by_shape.specs, traced)
+        named["shapes"] = by_shape.specs, by_shape.use_specs
     if not isinstance(others := others or {}, Mapping):
         raise UserError(f"others={others!r}: pass trees of PartitionSpecs by name.")
     for name, specs in others.items():
         _check_candidate(name, specs, arrays, sizes, taken=named)
+        _check_windows(name, specs, traced)
         named[name] = specs, specs
     compiled = []
     for name, (specs, use_specs) in named.items():
@@ -163,6 +168,13 @@ def _check_candidate(
         )
     for (path, leaf), spec in zip(tree.flatten_items(params), jax.tree.leaves(specs), strict=True):
         check_spec(spec, leaf.shape, sizes, f"others[{name!r}]: {path}")
+
+
+def _check_windows(name: str, specs: Any, traced: AutoShardings) -> None:
+    for spec, (path, windows) in zip(
+        jax.tree.leaves(specs), traced.report.windows.items(), strict=True
+    ):
+        check_windows(spec, windows, f"others[{name!r}]: {path}")
 
 
 def compile_sharded(

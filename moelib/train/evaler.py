@@ -19,6 +19,7 @@ from moelib.core.config import (
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.core.module import Module, nowrap
+from moelib.core.processes import agreed
 from moelib.core.tree import Batch
 from moelib.data.input import Input, State
 from moelib.data.prefetch import HostRows, Prefetcher, host_rows, put_batch, row_sharding
@@ -59,13 +60,13 @@ class SpmdEvaler(Module):
 
     @nowrap
     def open_input(self, mesh: jax.sharding.Mesh) -> None:
-        """Opens the input, unless it is open; reads no batch.
+        """Opens the input, unless it is open; reads no batch. All processes must call it.
 
         Raises:
             ValueError: If the mesh does not divide the batch, or the input cannot be opened.
         """
         self._share(mesh)
-        _ = self._input
+        agreed(lambda: self._input)
 
     @nowrap
     def try_out(self, params: Any, mesh: jax.sharding.Mesh) -> None:
@@ -143,11 +144,14 @@ class SpmdEvaler(Module):
                 "that contains text."
             )
 
+    def _step(self, params: Any, batch: Any) -> Any:
+        return self._step_fn(params, batch)
+
     def _compile(self, params: Any, batch: Any, mesh: jax.sharding.Mesh) -> Callable[..., Any]:
         names = tuple(batch)  # A task's incomplete batch has one more.
         if names not in self._compiled:
             replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-            jitted = jax.jit(self._step_fn, out_shardings=replicated)
+            jitted = jax.jit(self._step, out_shardings=replicated)
             self._compiled[names] = jitted.lower(params, batch).compile()
         return self._compiled[names]
 

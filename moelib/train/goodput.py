@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.core.metrics_file import read_metrics
 from moelib.train.run_log import log_event, read_events
@@ -106,7 +107,7 @@ class TimeAccount:
             lines = [x for x in read_metrics(self._metrics_path, names) if PRODUCTIVE in x]
             events = read_events(self._dir)
             self._carried = carried_over(events, lines, step, self._time)
-        except OSError as error:
+        except (OSError, UserError) as error:
             logger.error("GOODPUT excludes the earlier starts: %s.", error)
         self.log("restored", step, {}, seconds=round(self._restore_seconds, 3))
 
@@ -140,5 +141,5 @@ class TimeAccount:
             return
         try:
             log_event(self._dir, event, **fields)
-        except OSError as error:
+        except (OSError, UserError) as error:
             logger.error("NO EVENT %r in the log of the run: %s. Training continues.", event, error)

@@ -15,7 +15,7 @@ import jax
 from moelib.checkpoint.contents import CheckpointRecord
 from moelib.core import storage, tree
 from moelib.core.config_parse import parse
-from moelib.core.config_paths import Line, lines
+from moelib.core.config_paths import Line, lines, text_lines
 from moelib.core.errors import UserError
 from moelib.core.files import atomic_file, read_json, read_text, write_json
 from moelib.core.processes import gather_json
@@ -72,35 +72,22 @@ _MUST_ACCEPT = {"train_dtype": "train_dtype", "num_microbatches": "accumulation"
 _STORED = re.compile(r"learner\b.*\b(first|second)_moment")
 _OF_ITS_OWN = "EIGHT_BIT"
 
-# But the capacity of a dispatcher decides which tokens are dropped, unless its factor is None.
-_CAPACITY = re.compile(r"(.*\.dispatcher\.)(?:(capacity|buffer)_factor|buffer_blocks)")
+# But the capacity of a dispatcher decides which tokens are dropped.
+_CAPACITY = re.compile(r".*\.dispatcher\.capacity_factor")
 
 
 class TrainerDirConflictError(UserError):
     """The folder holds checkpoints of a run with another config."""
 
 
-def config_values(config_text: str) -> dict[str, str]:
-    """Returns the lines of a config's text, {path: literal}."""
-    lines = (line.partition(": ") for line in config_text.splitlines())
-    return {path: value for path, _, value in lines}
-
-
 def identity(config_text: str) -> dict[str, str]:
     """Returns the lines of a config's text that determine the numbers of a run, {path: literal}."""
-    values = config_values(config_text)
-
-    def drops(path: str) -> bool:
-        found = _CAPACITY.fullmatch(path)
-        factor = found and f"{found[1]}{found[2] or 'buffer'}_factor"
-        return factor is not None and values.get(factor, "None") != "None"
-
     return {
         path: value
-        for path, value in values.items()
+        for path, value in text_lines(config_text).items()
         if not _NOT_OF_THE_NUMBERS.fullmatch(path)
         and not _TUNED.fullmatch(path)
-        and (not _MAY_CHANGE.fullmatch(path) or drops(path))
+        and (not _MAY_CHANGE.fullmatch(path) or _CAPACITY.fullmatch(path))
     }
 
 
@@ -114,7 +101,7 @@ def check_processes(cfg: Any) -> None:
     """Raises UserError on all processes if their configs differ, except in paths and threads."""
     may_differ = re.compile(rf".*\b({_OF_A_PROCESS})\b.*")
     values = {
-        p: v for p, v in config_values(cfg.debug_string()).items() if not may_differ.fullmatch(p)
+        p: v for p, v in text_lines(cfg.debug_string()).items() if not may_differ.fullmatch(p)
     }
     _check_equal(values, "start all processes of a job with the same config")
 
@@ -152,7 +139,7 @@ def saved_config(
 
     Args:
         directory: Folder of the run.
-        record: The record; None, or one of an earlier version without a config, for config.txt.
+        record: The record; None, or one without a config, for config.txt.
         names: Classes and functions that the config may name, as in `parse`.
         use_file: Whether config.txt is preferred to the record.
 
@@ -185,7 +172,7 @@ def saved_config(
 
 
 def _as_today(text: str, source: str, names: Mapping[str, Any] | None) -> str:
-    """Returns a config's text with today's names and new fields; unchanged if it cannot be parsed.
+    """Returns a config's text with the fields of today; unchanged if it cannot be parsed.
 
     Raises:
         UntrustedNameError: If it names code that it may not name.
@@ -212,9 +199,9 @@ def check_directory(
 ) -> None:
     """Checks that a folder with checkpoints belongs to the run that `cfg` describes.
 
-    The config of the run is read as today's first: classes that have moved since, and fields that
-    are new and left at their defaults, make no difference. Other changes, also of the mesh and of
-    versions, are logged, and are events "changed" in the log of the run.
+    The config of the run is read first: fields that are new since and left at their defaults make
+    no difference. Other changes, also of the mesh and of versions, are logged, and are events
+    "changed" in the log of the run.
 
     Args:
         cfg: Config of the trainer.
@@ -224,19 +211,13 @@ def check_directory(
 
     Raises:
         TrainerDirConflictError: If not, and `cfg` does not accept it; names the first path that
-            differs. Also if the schedule, accumulation or dtype of training differ, or the
-            checkpoints have no config.
+            differs. Also if the schedule, accumulation or dtype of training differ.
         UntrustedNameError: If the config of the run names code that it may not name.
     """
-    names = dict(_named(line) for line in lines(cfg))  # The user's own config names them.
+    names = dict(named(line) for line in lines(cfg))  # The user's own config names them.
     accepted = cfg.accept_changes or ()
     text, source = saved_config(directory, record, names=names)
     if not text:
-        if record is not None and "config" not in accepted:
-            raise TrainerDirConflictError(
-                f"{directory} has checkpoints, but no {CONFIG_FILE} to compare this config with; "
-                f"restore the file, or pass {_accepting('config')}."
-            )
         return
     text = _as_today(text, source, names)
     before, now = identity(text), identity(cfg.debug_string())
@@ -250,7 +231,7 @@ def check_directory(
             )
     if not different or "config" in accepted:
         must_accept = dict.fromkeys(different, "config")
-        changes = _check_changes(cfg, directory, config_values(text), must_accept)
+        changes = _check_changes(cfg, directory, text_lines(text), must_accept)
         changes += [] if record is None else _other_changes(record, mesh or {})
         _log_changes(directory, None if record is None else record.step, changes)
         return
@@ -284,7 +265,7 @@ def _check_changes(
     Raises:
         TrainerDirConflictError: If a difference must be accepted.
     """
-    now = config_values(cfg.debug_string())
+    now = text_lines(cfg.debug_string())
     different = _different(before, now)
     moved = [p for p in different if _SCHEDULE.fullmatch(p) or (p == "max_step" and _is_moved(cfg))]
     must_accept = must_accept | dict.fromkeys(moved, "schedule") | _MUST_ACCEPT
@@ -329,7 +310,7 @@ def _log_changes(directory: str, step: int | None, changes: Sequence[tuple[str, 
             log_event(directory, "changed", **fields)
 
 
-def _named(line: Line) -> tuple[str, Any]:
+def named(line: Line) -> tuple[str, Any]:
     """Returns the name in a line of a config, and what it stands for."""
     if line.text.startswith("<"):
         return line.text[1:-1], type(line.value)
@@ -358,6 +339,6 @@ def write_config(cfg: Any, directory: str) -> None:
 
 
 def module_dirs(directory: str) -> list[str]:
-    """Returns the folders of modules in run.json; none for a run of an earlier version."""
+    """Returns the folders of modules in run.json; none without the file."""
     found = read_json(os.path.join(directory, _RUN_FILE)).get("module_dirs")
     return [str(each) for each in found] if isinstance(found, list) else []

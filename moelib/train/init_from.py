@@ -18,13 +18,13 @@ from moelib.checkpoint.restore import (
 )
 from moelib.core import storage, tree
 from moelib.core.config import REQUIRED, Configurable, Required, config_class, did_you_mean
+from moelib.core.config_paths import text_lines
 from moelib.core.errors import UserError
-from moelib.core.processes import gather_json
+from moelib.core.processes import on_process_0
 from moelib.core.tree import Nested
 from moelib.train import pretrained
-from moelib.train.identity import config_values
 from moelib.train.rewind import INIT_FROM
-from moelib.train.state import TrainerState
+from moelib.train.state import TrainerState, restart_learner
 
 
 class Start(NamedTuple):
@@ -96,7 +96,7 @@ class InitFrom(Configurable):
             if at or cfg.rules or cfg.state == "all":
                 raise UserError(f"init_from.run={cfg.run!r} is no run; set it alone.")
             state = pretrained.state_from_hugging_face(folder, model)(state)
-            return Start(_with_learner(state, learner), None, origin)
+            return Start(restart_learner(state, learner), None, origin)
         if step is None:
             found = find_checkpoints(checkpoints, int(at) if at.isdigit() else None, required=True)
             step = origin["step"] = max(found) if at != "best" else _best(checkpoints, max(found))
@@ -108,7 +108,7 @@ class InitFrom(Configurable):
             return Start(restored.state, restored.record.input, origin)
         record = on_all_processes(functools.partial(CheckpointRecord.read, path), path)
         params = self._parameters(state.model, record, checkpoints)
-        return Start(_with_learner(state._replace(model=params), learner), None, origin)
+        return Start(restart_learner(state._replace(model=params), learner), None, origin)
 
     def _parameters(self, initial: Nested, record: CheckpointRecord, checkpoints: str) -> Nested:
         own, run = tree.by_path(initial), self.config.run
@@ -221,20 +221,16 @@ def _targets(arrays: Any) -> Any:
     return jax.tree.map(struct, arrays)
 
 
-def _with_learner(state: TrainerState, learner: Any) -> TrainerState:
-    """Returns the state with the learner's state at the beginning, as its parameters have it."""
-    shardings = jax.tree.map(lambda x: x.sharding, state.learner)
-    new = jax.jit(learner.init, out_shardings=shardings)(state.model)
-    return state._replace(learner=new)
-
-
 def _best(checkpoints: str, newest: int) -> int:
     """Returns the step with the best metric of the run, by the config of its newest checkpoint."""
-    record = CheckpointRecord.read(step_path(checkpoints, newest))
-    values = config_values(record.config)
-    metric = ast.literal_eval(values.get("checkpointer.best_metric", "None"))
-    mode = ast.literal_eval(values.get("checkpointer.best_mode", "'min'"))
-    best = gather_json(metric and best_step(checkpoints, metric, mode))[0]
+
+    def find() -> tuple[str | None, int | None]:
+        values = text_lines(CheckpointRecord.read(step_path(checkpoints, newest)).config)
+        metric = ast.literal_eval(values.get("checkpointer.best_metric", "None"))
+        mode = ast.literal_eval(values.get("checkpointer.best_mode", "'min'"))
+        return metric, metric and best_step(checkpoints, metric, mode)
+
+    metric, best = on_process_0(find)
     if best is None:
         raise UserError(
             f"init_from: no checkpoint in {checkpoints} has the metric checkpointer.best_metric, "

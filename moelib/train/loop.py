@@ -22,9 +22,10 @@ from moelib.checkpoint.restore import Restored, first_line
 from moelib.core.config import did_you_mean
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
+from moelib.core.processes import agreed, on_process_0
 from moelib.core.progress import Progress
 from moelib.core.table import Table, print_table
-from moelib.data.input import Input, changes
+from moelib.data.input import BatchIterator, Input, changes
 from moelib.data.prefetch import Prefetcher, host_rows, put_batch
 from moelib.data.skip_batches import SKIPPED, SkippingBatches
 from moelib.train import report
@@ -192,18 +193,22 @@ class TrainLoop:
         """Returns the training batches, from the position of the state."""
         cfg = self.config
         sharding, batch_size = self.batch_sharding, cfg.input.global_batch_size
-        opened = self.open_input()
-        check_inputs("input", opened)
-        batches = opened.iterator(*host_rows(sharding, batch_size))
-        self._can_skip = batches.can_seek
-        if self.skip_ranges:
-            batches = SkippingBatches(batches, self.skip_ranges)
-        if self.input_state is not None:
-            batches.restore(self.input_state)
-        if self._is_main:
-            if self.skip_ranges != (self.input_state or {}).get(SKIPPED, self.skip_ranges[:0]):
-                self.account.note("skipped_ranges", step=self._step, ranges=self.skip_ranges)
-            self.save_tokenizer()
+
+        def read() -> tuple[Input, BatchIterator]:
+            opened = self.open_input()
+            check_inputs("input", opened)
+            batches = opened.iterator(*host_rows(sharding, batch_size))
+            self._can_skip = batches.can_seek
+            if self.skip_ranges:
+                batches = SkippingBatches(batches, self.skip_ranges)
+            if self.input_state is not None:
+                batches.restore(self.input_state)
+            return opened, batches
+
+        opened, batches = agreed(read)
+        if self.skip_ranges != (self.input_state or {}).get(SKIPPED, self.skip_ranges[:0]):
+            self.account.note("skipped_ranges", step=self._step, ranges=self.skip_ranges)
+        on_process_0(self.save_tokenizer)
         return Prefetcher(
             batches,
             lambda batch: put_batch(batch, sharding, batch_size),
@@ -290,8 +295,9 @@ class TrainLoop:
             event["devices"] = self.description.splitlines()[:-1] or devices
         if event["event"] != BAD_STEP:
             self.account.note(**event)
-        elif self._is_main:  # Later decisions depend on it.
-            log_event(self.config.dir, **event)
+        else:  # Later decisions depend on it.
+            jax.block_until_ready(self.state())  # Else its collectives meet those of the next step.
+            on_process_0(lambda: log_event(self.config.dir, **event))
         self._progress.log(describe(event))
         if event["event"] != BAD_STEP:
             return

@@ -15,10 +15,11 @@ import numpy as np
 
 from moelib.checkpoint.contents import CheckpointMismatchError
 from moelib.checkpoint.safetensors import TensorFolder, add_sums, write_tensors
-from moelib.core import storage, tree
+from moelib.core import storage
 from moelib.core.errors import UserError
 from moelib.core.files import copy_file, read_json, write_json
 from moelib.core.param import specs_by_path
+from moelib.core.processes import agreed
 from moelib.core.tree import Nested
 from moelib.data.tokenizer import FILE_NAME, SETTINGS_FILE, Tokenizer
 from moelib.models.causal_lm import CausalLM
@@ -119,7 +120,8 @@ def load_pretrained(
         cfg = cfg.clone(dtype=str(jnp.dtype(dtype)))
     model = cfg.instantiate(parent=None)
     targets = abstract_arrays(model.create_parameter_specs_recursively(), mesh)
-    return Pretrained(cfg, _read_tensors(folder, family, model, targets), values)
+    params = agreed(lambda: _read_tensors(folder, family, model, targets))
+    return Pretrained(cfg, params, values)
 
 
 def state_from_hugging_face(
@@ -129,8 +131,8 @@ def state_from_hugging_face(
 
         cfg.init_state_builder = config_for_function(state_from_hugging_face).set(folder="...")
 
-    Averages of the parameters start from the same weights. State that only the run's model has,
-    such as load counters, starts at 0. The initial parameters are freed before any weight is read.
+    State that only the run's model has, such as load counters, starts at 0. The initial parameters
+    are freed before any weight is read.
 
     Args:
         folder: Folder with config.json and safetensors.
@@ -142,28 +144,20 @@ def state_from_hugging_face(
         Exception: On the call of the builder, the errors of `load_pretrained`.
     """
 
-    def build(state: TrainerState) -> TrainerState:
+    def read_family() -> Family:
+        settings, path = read_settings(folder), os.path.join(folder, CONFIG_FILE)
         try:
-            family = check_computes(
-                read_settings(folder),
-                os.path.join(folder, CONFIG_FILE),
-                model.config,
-                ignored=ignore_settings,
-            )
+            return check_computes(settings, path, model.config, ignored=ignore_settings)
         except NotTheModelError as error:
             raise CheckpointMismatchError(str(error)) from error
+
+    def build(state: TrainerState) -> TrainerState:
+        family = agreed(read_family)
         targets = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state.model
         )
         jax.tree.map(lambda x: x.delete(), state.model)
-        params = _read_tensors(folder, family, model, targets)
-        learner = state.learner
-        if learner.ema is not None:
-            found = tree.by_path(params)
-            copied = lambda path, old: jnp.array(found[path], old.dtype, copy=True)
-            average = tree.map_by_path(copied, learner.ema.params)
-            learner = learner._replace(ema=learner.ema._replace(params=average))
-        return state._replace(model=params, learner=learner)
+        return state._replace(model=agreed(lambda: _read_tensors(folder, family, model, targets)))
 
     return build
 
@@ -185,7 +179,7 @@ def _read_tensors(folder: str, family: Family, model: CausalLM, targets: Nested)
         if model.config.lm_head is None:
             copies = {_HEAD: _EMBEDDING, **copies}
         for copy, name in copies.items():
-            if copy not in present:
+            if copy not in present or name not in present:  # `load_parameters` names the latter.
                 continue
             if not np.array_equal(tensors.read(copy), tensors.read(name)):
                 advice = (

@@ -12,7 +12,7 @@ from moelib.checkpoint.contents import list_checkpoints, newest_record
 from moelib.checkpoint.object_store import move_checkpoint
 from moelib.checkpoint.restore import find_checkpoints, on_all_processes
 from moelib.core import storage
-from moelib.core.processes import gather_json
+from moelib.core.processes import agreed, on_process_0
 from moelib.data.prefetch import HostRows
 from moelib.data.skip_batches import SKIPPED, check_ranges, merged, parse_range
 from moelib.train.identity import check_directory
@@ -28,8 +28,7 @@ _USED = (REWIND_TO, INIT_FROM, "changed", "bad_step", "silent_data_corruption_su
 
 def course_of(directory: str) -> list[dict[str, Any]]:
     """Returns the events that decide the course of a run, as process 0 sees them."""
-    events = read_events(directory) if jax.process_index() == 0 else []
-    return gather_json([event for event in events if event["event"] in _USED])[0]
+    return on_process_0(lambda: [x for x in read_events(directory) if x["event"] in _USED])
 
 
 def ranges_to_skip(
@@ -75,8 +74,8 @@ def rewind(
         return None
     moved = None
     if step is not None:
-        record = newest_record(checkpointer.dir, step)
-        check_directory(cfg, cfg.dir, record, mesh=mesh_shape)
+        record = agreed(lambda: newest_record(checkpointer.dir, step))
+        agreed(lambda: check_directory(cfg, cfg.dir, record, mesh=mesh_shape))
         if record is not None and record.input:
             state = input_state_of(record.input, rows) or {}
             check_ranges(ranges_to_skip(cfg, course, state), state)
@@ -85,9 +84,7 @@ def rewind(
             logger.warning("rewind_to=%d: later checkpoints are in %s now.", step, moved)
         if checkpointer.local is not None:
             checkpointer.local.delete_after(step)
-            gather_json(None)  # The rewind is logged once all have.
-    if jax.process_index() == 0:
-        log_event(cfg.dir, REWIND_TO, step=step, moved_to=moved)
+    on_process_0(lambda: log_event(cfg.dir, REWIND_TO, step=step, moved_to=moved))
     return step
 
 

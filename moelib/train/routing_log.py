@@ -23,7 +23,7 @@ from moelib.core import precision
 from moelib.core.config import InstantiableConfig, config_class, config_for_function, did_you_mean
 from moelib.core.errors import MissingFileError, UserError
 from moelib.core.module import Module, functional, nowrap
-from moelib.core.processes import gather_json
+from moelib.core.processes import agreed, gather_json, on_process_0
 from moelib.core.routing_file import (
     LayerSizes,
     RoutingHeader,
@@ -122,12 +122,13 @@ class RoutingEvaler(Module):
     def should_log(self, *, step: int, unless_complete: bool = False) -> bool:
         """Returns whether the policy selects this step, and its log is missing if that matters."""
         due = self._policy(step=step, summaries={})
-        return due and not (unless_complete and is_complete(self._folder(step)))
+        is_missing = lambda: not is_complete(self._folder(step))
+        return due and (not unless_complete or on_process_0(is_missing))
 
     @nowrap
     def open_input(self) -> None:
         """Opens the input, unless it is open; reads no batch. Raises UserError."""
-        _ = self._input
+        agreed(lambda: self._input)
 
     @nowrap
     def write(
@@ -314,11 +315,14 @@ def discard_after(run: str, step: int) -> None:
     Those that `moelib analyze` wrote of other data, or of a run that writes none, are emptied too:
     after a rewind, a checkpoint of the same step may have other parameters.
     """
-    if jax.process_index() == 0:
+
+    def discard() -> None:
         for data in list_data(run):
             for later in list_logs(run, data):
                 if later > step:
                     clear_log(log_folder(run, data, later))
+
+    on_process_0(discard)
 
 
 def is_complete(folder: str, num_batches: int | None = None) -> bool:

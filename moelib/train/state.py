@@ -99,6 +99,16 @@ def init_state(
     return jax.jit(init, out_shardings=shardings, compiler_options=options)(key_data(prng_key))
 
 
+def restart_learner(state: TrainerState, learner: Learner) -> TrainerState:
+    """Returns the state with that of the learner before the first step from its parameters.
+
+    The arrays of the learner's state are deleted first: two do not fit into memory.
+    """
+    shardings = jax.tree.map(lambda x: x.sharding, state.learner)
+    jax.tree.map(lambda x: x.delete(), state.learner)
+    return state._replace(learner=jax.jit(learner.init, out_shardings=shardings)(state.model))
+
+
 def batch_sharding(
     global_batch_size: int, seq_len: int, mesh: jax.sharding.Mesh
 ) -> jax.sharding.NamedSharding:

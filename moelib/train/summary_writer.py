@@ -118,13 +118,15 @@ class SummaryWriter(Module):
 
     @nowrap
     def start_trackers(self, config_text: str) -> None:
-        """Starts or continues the run in all trackers, which get each write from then on.
+        """Starts or continues the run in all trackers; only process 0 calls it.
+
+        They get each write from then on.
 
         Raises:
             UserError: If a package or a setting of a tracker is missing.
         """
         folder = os.path.dirname(storage.absolute(self.config.jsonl_path))
-        for name, tracker in self._trackers.items() if jax.process_index() == 0 else ():
+        for name, tracker in self._trackers.items():
             self._threads.append(TrackerThread(name, tracker, config_text, folder))
 
     @nowrap

@@ -24,11 +24,10 @@ from moelib.core.config import (
 )
 from moelib.core.config_types import is_config
 from moelib.core.errors import UserError
-from moelib.core.metrics import MaxScalar, Metric, WeightedScalar, is_metric, weighted
+from moelib.core.metrics import Metric, WeightedScalar, is_metric, weighted
 from moelib.core.module import Module, nowrap
 from moelib.core.tree import Batch, Nested
 from moelib.layers.external import ExternalLayer, Updated
-from moelib.parallel import sharding
 
 # Names of the metrics that every run has.
 _RESERVED = (
@@ -101,23 +100,8 @@ class Task(ExternalLayer):
         return jax.random.key(0) if key is None else key
 
     def forward(self, batch: Batch) -> tuple[WeightedScalar, dict[str, Metric]]:
-        """Returns the loss and the metrics of a batch of `TaskInput`.
-
-        Of an incomplete batch, the loss is computed for each example separately.
-        """
-        params, key, training = self._params, self._key, self.is_training
-        run = lambda params, batch, key: self._run(params, batch, key, training)
-        if "valid" in batch:
-
-            def of_example(example: Batch, key: jax.Array) -> Any:
-                alone = jax.tree.map(lambda x: x[None], example)
-                return _metrics_of(run(params, alone, key), alone)
-
-            keys = jax.random.split(key, len(batch["valid"]))
-            with sharding.sharding_rules({"batch": ()}):  # Layers inside see a batch of one.
-                found = jax.vmap(of_example)(batch["batch"], keys)
-            return _mean_over(found, batch["valid"])
-        result = run(params, batch["batch"], key)
+        """Returns the loss and the metrics of a batch of `TaskInput`."""
+        result = self._run(self._params, batch["batch"], self._key, self.is_training)
         if isinstance(result, Updated):
             for name, value in tree.to_nested(result.changed).items():
                 self.add_state_update(name, value)
@@ -235,17 +219,3 @@ def _weighted(name: str, value: Any, weight: Any) -> Any:
     total, weight = parts
     weight = jnp.where(weight < 0, jnp.nan, weight)
     return weighted(total / jnp.where(weight == 0, 1, weight), weight)
-
-
-def _mean_over(found: Any, valid: jax.Array) -> Any:
-    """Returns metrics of all valid examples from those of each."""
-
-    def over(metric: Any) -> Metric:
-        if isinstance(metric, MaxScalar):
-            return MaxScalar(jnp.max(jnp.where(valid > 0, metric.value, -jnp.inf)))
-        weights = metric.weight * valid
-        total = jnp.sum(jnp.where(weights > 0, metric.mean * weights, 0.0))
-        weight = jnp.sum(weights)
-        return weighted(total / jnp.where(weight > 0, weight, 1), weight)
-
-    return jax.tree.map(over, found, is_leaf=is_metric)

@@ -1,5 +1,6 @@
 """Evaluation and predictions of a task, over every example once and in order."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from moelib.core.metrics import Scalars
 from moelib.core.module import functional, nowrap
 from moelib.core.precision import cast_parameters
 from moelib.data.prefetch import Prefetcher, put_batch
+from moelib.parallel.sharding import sharding_rules
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.task import check_names
 from moelib.train.task_input import TaskInput
@@ -51,6 +53,18 @@ class ExampleEvaler(SpmdEvaler):
     @property
     def _source(self) -> TaskInput:
         return cast("TaskInput", self._input)
+
+    def _step(self, params: Any, batch: Any) -> Any:
+        return self._without_repetitions(functools.partial(super()._step, params), batch)
+
+    def _without_repetitions(self, function: Callable[[Any], Any], batch: Any) -> Any:
+        """Returns `function` of a batch, of an incomplete one at its own size."""
+        if "valid" not in batch:
+            return function(batch)
+        count = len(self._source.examples) % self.config.input.global_batch_size
+        examples = jax.tree.map(lambda x: x[:count], batch["batch"])
+        with sharding_rules({"batch": ()}):  # The mesh may not divide their number.
+            return function({"batch": examples})
 
     @nowrap
     def evaluate(
@@ -108,7 +122,7 @@ class ExampleEvaler(SpmdEvaler):
             for count, batch in enumerate(feed):
                 outputs = self._run(params, batch, jax.random.fold_in(key, count), mesh)
                 left = len(self._source.examples) - len(results)
-                results += self._results_of(jax.tree.map(np.asarray, outputs), rows, left)
+                results += self._results_of(jax.tree.map(np.asarray, outputs), min(rows, left))
                 if on_batch is not None:
                     on_batch(count)
         return results
@@ -119,26 +133,25 @@ class ExampleEvaler(SpmdEvaler):
             def predict(params: Any, batch: Any, key: jax.Array) -> Any:
                 specs = self._model.create_parameter_specs_recursively()
                 params = cast_parameters(params, specs, self._train_dtype)
-                return functional(
+                run = lambda batch: functional(
                     self._model, key, params, (batch,), is_training=False, method="predict"
                 )[0]
+                return self._without_repetitions(run, batch)
 
             replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
             self._predict = jax.jit(predict, out_shardings=replicated)
-        return self._predict(params, {"batch": batch["batch"]}, key)
+        return self._predict(params, batch, key)
 
-    def _results_of(self, outputs: Any, rows: int, left: int) -> list[Any]:
-        """Returns the results of the examples of a batch, without repetitions at its end."""
+    def _results_of(self, outputs: Any, count: int) -> list[Any]:
+        """Returns the results of the examples of a batch, `count` of them."""
         for path, x in tree.flatten_items(outputs):
-            if x.shape[:1] != (rows,):
+            if x.shape[:1] != (count,):
                 raise UserError(
-                    f"predict returned {path or 'an array'} of shape {x.shape} for {rows} "
+                    f"predict returned {path or 'an array'} of shape {x.shape} for {count} "
                     "examples; its first dimension must be theirs."
                 )
         if not jax.tree.leaves(outputs):
             raise UserError(f"predict returned {outputs!r}; return an array, or a tree of them.")
-        count = min(rows, left)
-        outputs = jax.tree.map(lambda x: x[:count], outputs)
         postprocess = self._model.functions["postprocess"]
         if postprocess is None:
             leaves, structure = jax.tree.flatten(outputs)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from moelib.core import storage
 from moelib.core.config import REQUIRED, Configurable, Required, config_class
+from moelib.core.config_paths import text_lines
 from moelib.core.config_types import cut
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
@@ -195,7 +196,7 @@ class WandbTracker(Tracker):
             id=resume_id,
             resume="allow",
             dir=tempfile.mkdtemp() if storage.is_remote(folder) else folder,
-            config=dict(_lines(config_text)),
+            config=text_lines(config_text),
             settings=wandb.Settings(
                 silent=True,
                 console="off",
@@ -247,7 +248,8 @@ class MlflowTracker(Tracker):
         found = self._client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else self._client.create_experiment(name)
         self._id = self._client.create_run(experiment, run_name=run_name).info.run_id
-        params = [Param(_mlflow_name(path), text[:6000]) for path, text in _lines(config_text)]
+        values = text_lines(config_text).items()
+        params = [Param(_mlflow_name(path), text[:6000]) for path, text in values]
         for some in itertools.batched(params, 100):  # The limits of MLflow.
             self._client.log_batch(self._id, params=some)
         return self._id
@@ -274,13 +276,6 @@ class MlflowTracker(Tracker):
     def close(self, status: Status) -> None:
         """Ends the run as FINISHED, FAILED or KILLED."""
         self._client.set_terminated(self._id, "KILLED" if status == "stopped" else status.upper())
-
-
-def _lines(config_text: str) -> Iterator[tuple[str, str]]:
-    """Yields (path, value) of each line of a config's text."""
-    for line in config_text.splitlines():
-        path, _, value = line.partition(": ")
-        yield path, value
 
 
 def _mlflow_name(name: str) -> str:

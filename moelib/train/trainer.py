@@ -28,6 +28,7 @@ from moelib.core.config import (
 from moelib.core.errors import UserError
 from moelib.core.module import Module, nowrap
 from moelib.core.param import is_spec
+from moelib.core.processes import agreed, on_process_0
 from moelib.data.input import Input, batch_spec
 from moelib.data.prefetch import HostRows, host_rows, row_sharding
 from moelib.layers.kernel_backends import kernel_backends, warn_unused_backends
@@ -64,6 +65,7 @@ from moelib.train.model_files import check_tokenizers, save_tokenizer
 from moelib.train.no_gradient import warn_without_gradient
 from moelib.train.pipeline import PipelineConfig, stack_of, warn_empty_stages
 from moelib.train.pretrained import FILES, copy_files, state_from_hugging_face
+from moelib.train.readable import check_readable
 from moelib.train.routing_log import RoutingEvaler
 from moelib.train.run_folder import locked_folders
 from moelib.train.settings import (
@@ -116,7 +118,8 @@ class SpmdTrainer(Module):
         # Parts of a batch computed one after the other, with one set of gradients.
         num_microbatches: int = 1
         # Builds a function from the initial TrainerState to the one to start from. The builder gets
-        # the model, if it has an argument of that name.
+        # the model, if it has an argument of that name. The state of the learner follows from the
+        # new parameters, unless the function replaces it too.
         init_state_builder: InstantiableConfig | None = None
         # Another run's checkpoint, or a Hugging Face model, that a new run starts from; None starts
         # from initial values. A run that resumes ignores it.
@@ -410,8 +413,12 @@ class SpmdTrainer(Module):
             )
             if cfg.init_state_builder is not None:
                 given = {"model": self.model} if "model" in cfg.init_state_builder else {}
+                initial = state.learner
                 state = cfg.init_state_builder.instantiate(**given)(state)
+                is_learner_initial = state.learner is initial
                 state = jax.device_put(state, self.trainer_state_shardings)
+                if is_learner_initial:  # It may hold copies of the parameters, such as averages.
+                    state = state_lib.restart_learner(state, self.learner)
             position = None
             if self._init_from is not None:
                 again = self._origin.get("step")
@@ -467,8 +474,7 @@ class SpmdTrainer(Module):
         Raises:
             UserError: If a folder of the run was moved, or its lock removed.
         """
-        for check in self._check_locks:
-            check()
+        on_process_0(lambda: [check() for check in self._check_locks])
         record = CheckpointRecord(
             step=self.step,
             arrays={},
@@ -618,29 +624,34 @@ class SpmdTrainer(Module):
             CheckpointSaveError: If the last checkpoint could not be written.
         """
         cfg = self.config
-        is_writer = jax.process_index() == 0
         self._account = self._new_account()
         check_job()
         with contextlib.ExitStack() as stack:
             check_processes(cfg)
             stack.enter_context(self.on_mesh())
             _ = self.batch_sharding  # Refuses a mesh that does not divide the batch.
+            # The functions of a task are passed again wherever its weights are read.
+            if cfg.checkpointer is not None and not isinstance(self.model, Task):
+                agreed(lambda: check_readable(cfg, self.trainer_state_specs.model))
             if not cfg.skip_kernel_check:
                 check_kernels(cfg.train_dtype)
             saver = None if cfg.checkpointer is None else self.checkpointer
             checked = None
-            if is_writer:
+
+            def lock() -> None:
                 folders = locked_folders(cfg.dir, None if saver is None else saver.dir)
                 self._check_locks = stack.enter_context(folders)
-                self._account.start()
+
+            on_process_0(lock)
             if saver is not None:
                 saver.remove_unfinished()
                 checked = rewind.rewind(cfg, saver, self._host_rows, self.mesh().shape)
-                if checked is None and saver.latest_step() is not None:
-                    checked = self._check_directory(newest_record(saver.dir))
+                if checked is None:
+                    checked = agreed(self._check_newest)
+            self._account.start()
             self._start(prng_key, checked)
-            if is_writer:
-                write_config(cfg, cfg.dir)
+            on_process_0(lambda: write_config(cfg, cfg.dir))
+            stack.callback(self.summary_writer.close)
             self.summary_writer.write_text(self.step, "config", cfg.debug_string())
             return self._take_steps(prng_key)
 
@@ -656,15 +667,16 @@ class SpmdTrainer(Module):
             watchdog.beat(self.step)
             step = self.restore_checkpoint()
             if step is None:
-                _ = self.input  # Opened first: missing data is an error before computations.
+                # Opened first: missing data is an error before computations.
                 weights = self._weights_folder()
-                fits = check_tokenizers(self.config, weights)
+                agreed(lambda: self.input)
+                fits = agreed(lambda: check_tokenizers(self.config, weights))
                 if self._init_from is not None and not self._origin:
                     earlier = self._init_from.earlier_step(rewind.course_of(self.config.dir))
                     self._origin = {} if earlier is None else {"step": earlier}
                 self.init(prng_key)
-                if weights is not None and fits and jax.process_index() == 0:
-                    copy_files(weights, self.config.dir)
+                if weights is not None and fits:
+                    on_process_0(lambda: copy_files(weights, self.config.dir))
                 if self._origin and jax.process_index() == 0:
                     self._account.note(rewind.INIT_FROM, **self._origin)
                     logger.warning("The run starts from %(run)s, step %(step)s.", self._origin)
@@ -675,9 +687,10 @@ class SpmdTrainer(Module):
                     *(self.config.init_from.run, self.config.dir, step),
                 )
             if step is not None and step < self.config.max_step:
-                check_tokenizers(self.config, self.config.dir)
-            if self._restored is not None and step != checked:  # Local, or before a damaged one.
-                self._check_directory(self._restored.record)
+                agreed(lambda: check_tokenizers(self.config, self.config.dir))
+            restored = self._restored
+            if restored is not None and step != checked:  # Local, or before a damaged one.
+                agreed(lambda: self._check_directory(restored.record))
         if self.config.checkpointer is not None and self.checkpointer.local is not None:
             self.checkpointer.local.delete_after(self.step)
         self._account.resume(self.step, time.perf_counter() - begin)
@@ -695,7 +708,8 @@ class SpmdTrainer(Module):
         stop = StopRequest()
         stopped_by: str | None = None
         try:
-            self.summary_writer.start_trackers(self.config.debug_string())
+            text = self.config.debug_string()
+            on_process_0(lambda: self.summary_writer.start_trackers(text))
             while True:
                 events = rewind.course_of(self.config.dir)
                 if self._bad_steps is not None:
@@ -719,13 +733,20 @@ class SpmdTrainer(Module):
         jax.block_until_ready(self._state)  # Else its collectives meet those of the restore.
         self._state = None  # Frees its memory for the one to restore.
         if again.skips_data and self.checkpointer.local is not None:
-            self.checkpointer.local.delete_after(self.checkpointer.latest_step() or 0)
+            self.checkpointer.local.delete_after(on_process_0(self.checkpointer.latest_step) or 0)
         self._account = self._new_account()
         self._account.start()
         self._start(prng_key, self.step)
 
     def _new_account(self) -> TimeAccount:
         return TimeAccount(self.config.dir, self.summary_writer.config.jsonl_path)
+
+    def _check_newest(self) -> int | None:
+        """Checks that the newest checkpoint is this run's; returns its step, None without any."""
+        saver = self.checkpointer
+        if saver.latest_step() is None:
+            return None
+        return self._check_directory(newest_record(saver.dir))
 
     def _check_directory(self, record: CheckpointRecord | None) -> int | None:
         """Checks that a checkpoint is this run's, and returns its step."""

@@ -195,19 +195,18 @@ def router_losses(
 def _within_capacity(cfg: MoELayer.Config, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Returns whether assignments are kept [B, S, K]: those of padding, and past capacity, are not.
 
-    The first assignments of a sequence to a block of experts are kept, in the order of tokens.
+    The first assignments of a sequence to an expert are kept, in the order of tokens.
     """
     kept = np.broadcast_to(mask[..., None], ids.shape).copy()
-    if (capacity := capacity_of(cfg.dispatcher)) is None:
+    if (factor := capacity_of(cfg.dispatcher)) is None:
         return kept
-    factor, num_blocks = capacity[0], capacity[1] or cfg.num_experts
-    for sequence, own in zip(kept, ids * num_blocks // cfg.num_experts, strict=True):
-        balanced = sequence.sum() / num_blocks  # Without padding.
-        room = np.full(num_blocks, max(1, math.ceil(factor * balanced - 1e-4)))
+    for sequence, own in zip(kept, ids, strict=True):
+        balanced = sequence.sum() / cfg.num_experts  # Without padding.
+        room = np.full(cfg.num_experts, max(1, math.ceil(factor * balanced - 1e-4)))
         for at in np.argwhere(sequence):
-            block = own[tuple(at)]
-            sequence[tuple(at)] = room[block] > 0
-            room[block] -= 1
+            expert = own[tuple(at)]
+            sequence[tuple(at)] = room[expert] > 0
+            room[expert] -= 1
     return kept
 
 

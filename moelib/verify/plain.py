@@ -24,7 +24,6 @@ from moelib.layers.base import BaseLayer
 from moelib.layers.kernel_backends import BACKENDS, kernel_backends
 from moelib.layers.moe.dispatch import DenseDispatcher, Dispatcher
 from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
-from moelib.layers.moe.dispatch_ragged import RaggedDispatcher, RingDispatcher
 from moelib.layers.quantization import Quantization
 from moelib.layers.transformer import BaseStack, LoopStack, ScanStack
 from moelib.models.causal_lm import CausalLM
@@ -41,18 +40,10 @@ class Values(NamedTuple):
     params: Nested  # Parameters with the layers' updates of their state.
 
 
-def capacity_of(dispatcher: Any) -> tuple[float, int | None] | None:
-    """Returns the capacity factor of a config of a dispatcher that may drop, and its blocks.
-
-    None stands for a dispatcher that never drops, or for a user's own; None as the number of blocks
-    for one per expert.
-    """
-    klass = getattr(dispatcher, "klass", None)
-    if klass is CapacityDispatcher:
-        return dispatcher.capacity_factor, None
-    if klass not in (RaggedDispatcher, RingDispatcher) or dispatcher.buffer_factor is None:
-        return None
-    return dispatcher.buffer_factor, dispatcher.buffer_blocks
+def capacity_of(dispatcher: Any) -> float | None:
+    """Returns the capacity factor of a dispatcher's config; None for one that drops nothing."""
+    is_known = getattr(dispatcher, "klass", None) is CapacityDispatcher
+    return dispatcher.capacity_factor if is_known else None
 
 
 class Plain:

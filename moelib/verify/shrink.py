@@ -148,9 +148,6 @@ def _fewer_experts(cfg: ConfigBase, num_devices: int) -> None:
             num = next(n for n in (4, 3, 2, 1) if common % n == 0 and few // n >= size)
             least = math.ceil(cfg.num_experts_per_token * num / few)  # Enough for the chosen ones.
             inside.set(num_groups=num, num_groups_per_token=max(least, num // 2))
-        for name, blocks in _sizes(inside, ("buffer_blocks",)).items():
-            if experts % blocks == 0:  # Otherwise it is a mistake, and stays one.
-                inside.set(**{name: math.gcd(blocks, few)})
 
 
 def _smaller_widths(cfg: ConfigBase, num_devices: int) -> None:

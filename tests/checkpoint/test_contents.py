@@ -43,6 +43,7 @@ def test_a_record_of_another_format_is_refused(tmp_path):
     file = tmp_path / "record/metadata"
     values = json.loads(file.read_text()) | {"format": 99}
     del values["digest"]
+    values["digest"] = contents._digest(values)
     file.write_text(json.dumps(values))
     with pytest.raises(contents.DamagedCheckpointError, match="format=99"):
         contents.CheckpointRecord.read(str(tmp_path))

@@ -81,15 +81,6 @@ def test_parts_of_another_checkpoint_are_damage(checkpointer, item):
     assert checkpointer.restore(target_of(make_state())).record.step == 0
 
 
-def test_state_of_another_step_is_damage_without_checksums_too(checkpointer, caplog):
-    for step in (0, 1, 2):
-        save(checkpointer, step)
-        write_like_earlier_versions(step_path(checkpointer.dir, step))
-    exchange(checkpointer, "state")
-    assert checkpointer.restore(target_of(make_state())).record.step == 0
-    assert "the state of step 1" in caplog.text
-
-
 def test_renamed_checkpoint_is_damage(checkpointer, caplog):
     save(checkpointer, 1)
     save(checkpointer, 2)
@@ -97,24 +88,6 @@ def test_renamed_checkpoint_is_damage(checkpointer, caplog):
     assert checkpointer.restore(target_of(make_state())).record.step == 1
     assert "step_00000999" in caplog.text
     assert "record of step 2" in caplog.text
-
-
-def write_like_earlier_versions(path):
-    file = os.path.join(path, "record", "metadata")
-    with open(file, encoding="utf-8") as f:
-        values = json.load(f)
-    del values["digest"], values["checksums"]
-    with open(file, "w", encoding="utf-8") as f:
-        json.dump(values, f)
-
-
-def test_checkpoint_of_an_earlier_version_is_read_with_a_note(checkpointer, caplog):
-    save(checkpointer, 1)
-    write_like_earlier_versions(step_path(checkpointer.dir, 1))
-    with caplog.at_level(logging.INFO, "moelib"):
-        restored = checkpointer.restore(target_of(make_state()))
-    jax.tree.map(np.testing.assert_array_equal, restored.state, make_state(1))
-    assert "no checksums" in caplog.text
 
 
 def with_another_checksum(checkpointer, name):

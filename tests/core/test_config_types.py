@@ -23,13 +23,11 @@ from moelib.core.config import (
     did_you_mean,
 )
 from moelib.core.config_types import (
-    _validators,
     advice,
     convert_value,
     describe_annotation,
     fits,
     reference,
-    register_validator,
     resolve_reference,
     similar_names,
     validate_value,
@@ -119,8 +117,8 @@ def test_values_fit_annotations(value: Any, annotation: Any, expected: bool):
 @pytest.mark.parametrize(
     "value",
     [
-        *(None, True, 1, 1.5, "a", b"a", Color.RED, REQUIRED, re.compile("a"), np.dtype("int8")),
-        *([1, (2, {3}, frozenset({4}))], {"a": {1: None}}, Pair(1, [2]), Point(x=(1,))),
+        *(None, True, 1, 1.5, "a", b"a", Color.RED, REQUIRED, np.dtype("int8")),
+        *([1, (2, [3])], {"a": {1: None}}, Pair(1, [2]), Point(x=(1,))),
         *(abs, len, int, jnp.bfloat16, jax.nn.silu, jax.nn.relu, Point, lambda x: x),
     ],
 )
@@ -136,27 +134,13 @@ def test_plain_data_functions_and_classes_may_be_held(value: Any):
     [
         *(object(), np.ones(2), functools.partial(abs, 1), iter([1]), 1j),
         *(Pair(1, object()), Point(object()), collections.defaultdict(list), {(1, 2): 3}),
-        *("a".join, {Color.RED: 1}),
+        *("a".join, {Color.RED: 1}, {1}, re.compile("a"), np.dtype(">f4"), np.dtype("U5")),
     ],
 )
 def test_objects_may_not_be_held(value: Any):
-    advice = "wrap it in a def or a lambda" if callable(value) else "config_for_function|key"
+    advice = "wrap it in a def" if callable(value) else "config_for_function|key"
     with pytest.raises(NonConfigFieldError, match=advice):
         validate_value(value)
-
-
-def test_a_validator_lets_configs_hold_more_and_may_refuse():
-    def validate(value: Any) -> None:
-        if value.size > 1:
-            raise ValueError("one element only")
-
-    register_validator(lambda value: isinstance(value, np.ndarray), validate)
-    try:
-        validate_value([np.ones(1)])
-        with pytest.raises(ValueError, match="one element only"):
-            validate_value([np.ones(2)])
-    finally:
-        _validators.pop()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Leases on a server of S3's protocol: one holder at a time, taken over when stale."""
 
 import os
+import signal
 import time
 
 import pytest
@@ -15,6 +16,13 @@ from moelib.core.errors import UserError
 def short_times(monkeypatch):
     monkeypatch.setattr(lease_module, "RENEW_SECONDS", 0.1)
     monkeypatch.setattr(lease_module, "STALE_SECONDS", 1.5)
+
+
+@pytest.fixture
+def signals(monkeypatch):
+    sent = []
+    monkeypatch.setattr(lease_module.os, "kill", lambda *args: sent.append(args))
+    return sent
 
 
 def lock(url):
@@ -33,7 +41,7 @@ def test_a_second_holder_is_refused_and_the_first_named(s3):
     assert not storage.exists(f"{s3}/run/.lock-000001")
 
 
-def test_a_stale_one_is_taken_over_and_its_holder_told(s3):
+def test_a_stale_one_is_taken_over_and_its_holder_stops(s3, signals):
     storage.write_bytes(f"{s3}/run/.lock-000007", b"process 1 on nowhere")
     with lock(f"{s3}/run") as check:
         assert storage.list_names(f"{s3}/run") == [".lock-000008"]
@@ -41,7 +49,8 @@ def test_a_stale_one_is_taken_over_and_its_holder_told(s3):
         storage.write_bytes(f"{s3}/run/.lock-000009", b"process 2 on nowhere")
         with pytest.raises(UserError, match=r"/run was taken over"):
             check()
-        time.sleep(0.3)  # It is renewed no more.
+        time.sleep(0.5)
+        assert signals == [(os.getpid(), signal.SIGTERM)]
         assert storage.read_bytes(f"{s3}/run/.lock-000009") == b"process 2 on nowhere"
 
 

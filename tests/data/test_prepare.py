@@ -1,6 +1,5 @@
 import dataclasses
 import errno
-import json
 import multiprocessing
 import os
 import pathlib
@@ -377,22 +376,6 @@ def test_a_copied_corpus_is_known_by_its_text(
         prepare(_write_corpus(tmp_path / "there", last="END"), tokenizer, path)
     with pytest.raises(FileExistsError, match="different source"):
         prepare(_write_corpus(tmp_path / "there", last="longer"), tokenizer, path)
-
-
-def test_a_store_of_an_older_version_is_known_by_its_files_alone(
-    tmp_path: pathlib.Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
-):
-    path = tmp_path / "store"
-    source = _write_corpus(tmp_path / "here")
-    prepare(source, tokenizer, str(path))
-    meta = json.loads((path / "meta.json").read_text())
-    for name in ("source_class", "source_bytes", "text_hash", "block_hashes", "digest"):
-        del meta[name]
-    (path / "meta.json").write_text(json.dumps(meta))
-    prepare(source, tokenizer, str(path)).verify()
-    assert "is prepared already" in capsys.readouterr().err
-    with pytest.raises(FileExistsError, match="different source"):
-        prepare(_write_corpus(tmp_path / "there"), tokenizer, str(path))
 
 
 def test_pythons_own_library_may_be_upgraded(

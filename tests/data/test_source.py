@@ -1,10 +1,6 @@
 import pytest
 
-from moelib.data.files import FileStamp, TextFilesPart
-from moelib.data.json_lines import JsonLinesPart
-from moelib.data.parquet import ParquetPart
-from moelib.data.source import InMemorySource, Part, TextHash, fingerprint
-from moelib.data.tfds_source import TFDSPart
+from moelib.data.source import InMemorySource, TextHash, fingerprint
 
 
 def test_documents_come_in_order_whatever_the_parts():
@@ -21,19 +17,6 @@ def test_fingerprint_depends_on_the_texts():
         for texts in (["a", "b"], ["a", "b"], ["b", "a"])
     ]
     assert prints[0] == prints[1] != prints[2]
-
-
-@pytest.mark.parametrize(
-    ("part", "expected"),
-    [
-        (TextFilesPart((FileStamp("a/b.txt", 5, 7),), "utf-8", None), "6100fb70c64377c3"),
-        (JsonLinesPart(FileStamp("a.jsonl", 5, 7), "text", 0, 5), "7e5598aa2d5d00ed"),
-        (ParquetPart(FileStamp("a.parquet", 5, 7), "text", (0, 1), 0, 9), "955ef0921edd40af"),
-        (TFDSPart("folder", "train", 0, 3, "text", 30), "51c5580cae5b49d8"),
-    ],
-)
-def test_stores_of_older_versions_know_their_source(part: Part, expected: str):
-    assert fingerprint([part])[:16] == expected
 
 
 def test_a_text_hash_depends_on_the_division_into_documents():

@@ -13,13 +13,13 @@ from moelib.core.tree import Batch
 from moelib.data.input import batch_spec
 from moelib.data.packing import DocumentBoundary
 from moelib.data.prefetch import Prefetcher
-from moelib.data.source import BadRecordError, InMemorySource
+from moelib.data.source import BadRecordError
 from moelib.data.streaming import StreamingInput
 from moelib.data.text_stream import JsonLinesStream, TFDSStream
-from moelib.data.tfds_builder import build_text_corpus
 from moelib.data.tfds_import import import_tensorflow, import_tfds
 from moelib.data.tfds_source import TFDSSource
 from moelib.data.tokenizer import ByteTokenizer, Tokenizer
+from tests.data.tfds_corpus import write_corpus
 
 pytestmark = [
     pytest.mark.slow,  # Importing TensorFlow: 7 s of an idle processor, up to 50 of a busy one.
@@ -162,8 +162,7 @@ def test_a_vocabulary_beyond_the_models_is_refused(files: str):
 
 
 def test_tfrecord_data_sets_are_streamed_and_read(tmp_path: pathlib.Path):
-    source = InMemorySource.default_config().set(texts=TEXTS).instantiate()
-    folder = build_text_corpus(source, "mine", str(tmp_path), file_format="tfrecord")
+    folder = write_corpus(TEXTS, str(tmp_path), "tfrecord")
     assert sorted(TFDSSource.default_config().set(name=folder).instantiate().documents()) == TEXTS
     stream = TFDSStream.default_config().set(name=folder)
     cfg = _config("unused").set(stream=stream)

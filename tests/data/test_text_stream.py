@@ -4,9 +4,9 @@ import pathlib
 
 import pytest
 
-from moelib.data.source import BadRecordError, InMemorySource
+from moelib.data.source import BadRecordError
 from moelib.data.text_stream import JsonLinesStream, TFDSStream
-from moelib.data.tfds_builder import build_text_corpus
+from tests.data.tfds_corpus import write_corpus
 
 
 def test_lines_become_documents_and_blank_ones_are_empty():
@@ -36,8 +36,7 @@ def test_archives_next_to_plain_files_are_not_skipped(tmp_path: pathlib.Path):
 
 @pytest.mark.filterwarnings("ignore")  # TFDS uses deprecated functions.
 def test_a_data_set_stored_for_random_access_is_refused(tmp_path: pathlib.Path):
-    source = InMemorySource.default_config().set(texts=["x"]).instantiate()
-    folder = build_text_corpus(source, "mine", str(tmp_path))
+    folder = write_corpus(["x"], str(tmp_path))
     stream = TFDSStream.default_config().set(name=folder).instantiate()
     with pytest.raises(ValueError, match=r"array_record.*tf.data"):
         stream.fingerprint()

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from moelib.data.source import InMemorySource
-from moelib.data.tfds_builder import build_text_corpus
+from tests.data.tfds_corpus import write_corpus
 
 _NAMES = """
 import pathlib, sys
@@ -15,9 +14,8 @@ import moelib.data
 names = sorted(path.stem for path in pathlib.Path(moelib.data.__file__).parent.glob("*.py"))
 heavy = {"jax", "tensorflow", "tensorflow_datasets", "pyarrow", "tokenizers", "rich"}
 for name in names:
-    if name not in ("__init__", "tfds_builder"):
-        __import__(f"moelib.data.{name}")
-        assert not heavy & set(sys.modules), (name, heavy & set(sys.modules))
+    __import__(f"moelib.data.{name}")
+    assert not heavy & set(sys.modules), (name, heavy & set(sys.modules))
 """
 
 _BLOCKED = """
@@ -66,8 +64,7 @@ def test_no_module_imports_what_only_some_uses_need():
 @pytest.mark.parametrize("missing", ["tensorflow_datasets", "array_record"])
 def test_a_missing_package_is_named_with_its_extra(tmp_path: pathlib.Path, missing: str):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
-    source = InMemorySource.default_config().set(texts=["b", "a"]).instantiate()
-    folder = build_text_corpus(source, "mine", str(tmp_path / "tfds"))
+    folder = write_corpus(["b", "a"], str(tmp_path / "tfds"))
     lines = _run(_BLOCKED, f"{missing},tensorflow", folder, str(tmp_path / "a.jsonl"))
     for line, package in zip(lines, (missing, "tensorflow"), strict=True):
         assert line.startswith("MissingPackageError ")

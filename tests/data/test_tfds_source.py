@@ -8,9 +8,8 @@ import pytest
 from moelib.cli import main
 from moelib.core.errors import UserError
 from moelib.data import tfds_source
-from moelib.data.source import InMemorySource
-from moelib.data.tfds_builder import build_text_corpus
 from moelib.data.tfds_source import TFDSSource
+from tests.data.tfds_corpus import write_corpus
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TFDS uses deprecated functions.
 
@@ -19,8 +18,7 @@ TEXTS = [f"Text {i} ü" for i in range(20)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    source = InMemorySource.default_config().set(texts=TEXTS).instantiate()
-    return build_text_corpus(source, "mine", str(tmp_path_factory.mktemp("tfds")))
+    return write_corpus(TEXTS, str(tmp_path_factory.mktemp("tfds")))
 
 
 def _source(name: str, **fields: str) -> TFDSSource:

@@ -78,8 +78,10 @@ def test_prompts_of_a_published_model_begin_with_bos(
     assert tokenizer.prefix_id == tokenizer.bos_id == trained.eos_id
     begin = [trained.eos_id] if has_bos else []
     ids = [*begin, *trained.encode("a"), trained.eos_id]
-    assert tokenizer.encode_prompts(["", f"a{END_OF_TEXT}"]) == [begin, ids]
-    assert tokenizer.encode_batch(["a"]) == [trained.encode("a")]
+    texts, documents = ["", f"a{END_OF_TEXT}"], []
+    during = (documents.append(tokenizer.encode(x)) or x for x in texts)  # As in another thread.
+    assert tokenizer.encode_prompts(during) == [begin, ids]
+    assert documents == [trained.encode(x) for x in texts]
 
 
 @pytest.mark.parametrize(

@@ -112,17 +112,3 @@ def test_a_stream(store: TokenStore):
     )
     # --8<-- [end:streaming]
     assert cfg.tokenizer.instantiate().vocab_size == store.vocab_size
-
-
-@pytest.mark.filterwarnings("ignore")  # TFDS uses deprecated functions.
-def test_a_data_set_of_tfds(store: TokenStore):
-    pytest.importorskip("array_record")
-    from moelib.data.tfds_builder import build_text_corpus
-    from moelib.data.tfds_source import TFDSSource
-
-    # --8<-- [start:tfds]
-    source = TextFiles.default_config().set(paths=["books"]).instantiate()
-    folder = build_text_corpus(source, "books", "tfds_data", num_shards=4)
-    # --8<-- [end:tfds]
-    read = TFDSSource.default_config().set(name=folder).instantiate()
-    assert sorted(read.documents()) == sorted(source.documents())

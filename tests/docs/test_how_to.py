@@ -12,7 +12,6 @@ from moelib.core.config import config_for_function
 from moelib.kernels.backend import traced_backends
 from moelib.kernels.gmm import gmm
 from moelib.layers.kernel_backends import kernel_backends
-from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
 from moelib.layers.quantization import Quantization
 from moelib.layers.remat import remat
 from moelib.models.multi_token_prediction import MultiTokenModule, MultiTokenPrediction
@@ -44,8 +43,6 @@ def test_scale():
     )
     cfg.num_microbatches = 2
     cfg.learner.offload_state = True
-    moe = cfg.model.decoder.block[0].feed_forward
-    moe.dispatcher = RaggedDispatcher.default_config().set(buffer_factor=2.0)
     # --8<-- [end:memory]
     cfg.instantiate(parent=None)
 

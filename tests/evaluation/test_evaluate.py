@@ -177,6 +177,12 @@ def test_results_are_not_overwritten(model, tmp_path):
         evaluate(model, corpus=["x"], output=str(tmp_path))
 
 
+def test_process_0_alone_writes_results(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert evaluate(model, corpus=[CORPUS], limit=1, output=str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
 HAS_LM_EVAL = importlib.util.find_spec("lm_eval") is not None
 
 

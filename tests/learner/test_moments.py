@@ -1,6 +1,7 @@
 """Optimizer state in 8 bits and in bfloat16: error bounds, rounding, steps of optimizers."""
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -236,32 +237,42 @@ def test_signs_of_means_in_8_bits_are_kept():
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "field"),
+    ("optimizer", "field", "value"),
     [
-        (optax.sgd, "first_moment"),
-        (optimizers.lion_optimizer, "second_moment"),
-        (optax.adagrad, "second_moment"),
-        (optax.contrib.schedule_free_adamw, "first_moment"),
+        (optax.sgd, "first_moment", MomentFormat.BFLOAT16),
+        (optimizers.lion_optimizer, "second_moment", MomentFormat.BFLOAT16),
+        (optax.adagrad, "second_moment", MomentFormat.BFLOAT16),
+        (optax.contrib.schedule_free_adamw, "first_moment", MomentFormat.BFLOAT16),
+        (optax.adamw, "stochastic_rounding", True),
+        (optimizers.sgd_optimizer, "offload_state", True),
     ],
 )
-def test_a_moment_that_no_optimizer_has_is_an_error(optimizer, field):
+def test_a_setting_without_an_effect_is_refused(optimizer, field, value):
     fn = config_for_function(optimizer).set(learning_rate=0.1)
-    learner = learner_of(optimizer=fn, **{field: MomentFormat.BFLOAT16})
-    with pytest.raises(UserError, match=rf"learner\.{field} is MomentFormat.BFLOAT16"):
+    learner = learner_of(optimizer=fn, **{field: value})
+    with pytest.raises(UserError, match=rf"learner\.{field} is {value}"):
         learner.state_specs()
 
 
-def test_stochastic_rounding_of_float32_is_refused():
-    with pytest.raises(UserError, match=r"learner\.stochastic_rounding is True, but .* float32"):
-        learner_of(stochastic_rounding=True).state_specs()
-    learner_of(stochastic_rounding=True, second_moment=MomentFormat.EIGHT_BIT).state_specs()
+class ScaleByAdamState(NamedTuple):
+    """Has the name of a class of Optax, and other contents."""
+
+    mu: Any
 
 
-def test_offloading_of_no_state_is_refused():
-    sgd = config_for_function(optimizers.sgd_optimizer).set(learning_rate=0.1)
-    with pytest.raises(UserError, match=r"learner\.offload_state is True, but .* no array"):
-        learner_of(optimizer=sgd, offload_state=True).state_specs()
-    learner_of(optimizer=sgd.set(momentum=0.9), offload_state=True).state_specs()
+def test_state_that_is_no_known_moment_stays_in_float32_with_a_warning(caplog):
+    sums = optax.GradientTransformation(
+        lambda params: ScaleByAdamState(jax.tree.map(jnp.zeros_like, params)),
+        lambda updates, state, params=None: (updates, state),
+    )
+    optimizer = config_for_function(lambda: optax.chain(optax.adam(0.1), sums))
+    learner = learner_of(optimizer=optimizer, first_moment=MomentFormat.BFLOAT16)
+    params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+    learner.init(params)
+    state = learner.init(params)
+    moments = optax.tree.get_all_with_path(state.optimizer, "mu")
+    assert {str(moment["w"].dtype) for _, moment in moments} == {"bfloat16", "float32"}
+    assert caplog.text.count("stay in float32") == 1
 
 
 def test_an_indivisible_dimension_is_stored_in_8_bits():

@@ -7,6 +7,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from moelib.core.jaxpr import walk
 from moelib.learner import offload
 from moelib.learner.streamed_update import _groups, streamed_update
 from moelib.planning.compiled.compile_step import no_compilation_cache
@@ -26,7 +27,10 @@ def test_streamed_update_equals_the_update():
 
     params = {"a": jnp.arange(4.0), "b": jnp.ones((2, 3)), "scalar": jnp.ones(())}
     state = {"m": jax.tree.map(jnp.ones_like, params), "count": jnp.zeros((), jnp.int32)}
-    turned = jax.jit(lambda p, s: streamed_update(update, p, p, offload.to_host(s)))(params, state)
+    run = lambda p, s: streamed_update(update, p, p, offload.to_host(s))
+    eqns = [site.eqn for site in walk(jax.make_jaxpr(run)(params, state))]
+    assert 3 in [eqn.params["length"] for eqn in eqns if eqn.primitive.name == "scan"]
+    turned = jax.jit(run)(params, state)
     want = jax.jit(update)(params, params, state)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), turned, want)
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(turned[1]["m"]) if x.ndim}
@@ -35,6 +39,22 @@ def test_streamed_update_equals_the_update():
 
 def test_results_that_share_required_arrays_are_one_group():
     assert _groups([0b001, 0b010, 0, 0b011, 0b100, 0b100]) == [(0b011, [0, 1, 3]), (0b100, [4, 5])]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_parameters_that_are_updated_together_are_counted(wrapped, caplog):
+    optimizer = optax.adam(0.1)
+    if wrapped:  # One condition, on all gradients, around all updates.
+        optimizer = optax.apply_if_finite(optimizer, 3)
+    params = {"a": jnp.ones(3), "b": jnp.ones(2)}
+
+    def update(params, gradients, state):
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, {}
+
+    run = lambda p, s: streamed_update(update, p, p, offload.to_host(s))
+    jax.eval_shape(run, params, optimizer.init(params))
+    assert ("update of each of 2 parameters" in caplog.text) == wrapped
 
 
 def test_a_metric_computed_from_moments_is_refused():

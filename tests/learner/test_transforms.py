@@ -84,16 +84,6 @@ def test_decay_of_matrices_only_depends_on_the_spec():
     assert np.all(out["qkv"] == 0.5)
 
 
-def test_scale_by_path():
-    updates = arrays(SPECS)
-    out, _ = apply(transforms.scale_by_path([("layer/.*", 0.5)]), updates)
-    np.testing.assert_array_equal(out["layer"]["qkv"], 0.5 * updates["layer"]["qkv"])
-    np.testing.assert_array_equal(out["emb"]["weight"], updates["emb"]["weight"])
-    by_spec = transforms.scale_by_path(lambda spec: len(spec.shape), param_specs=SPECS)
-    out, _ = apply(by_spec, updates)
-    np.testing.assert_array_equal(out["layer"]["qkv"], 4 * updates["layer"]["qkv"])
-
-
 def test_split_gives_each_transformation_only_its_own_parameters():
     transform = transforms.split(
         {"fast": optax.sgd(1.0), "slow": optax.adam(0.1), "none": optax.adam(1.0)},

@@ -113,3 +113,20 @@ def test_a_mesh_that_cannot_be_used_is_refused(mesh, message):
 def test_candidates_that_do_not_fit_are_refused(others, message):
     with pytest.raises(UserError, match=message):
         _choose(_loss, others=others)
+
+
+def test_no_candidate_shards_the_window_of_a_convolution():
+    convolve = lambda w, x: jax.lax.conv_general_dilated(
+        x, w, (16,), "VALID", dimension_numbers=("NWC", "OIW", "NWC")
+    )
+    mesh, shape = jax.make_mesh(*_MESH, axis_types=(AxisType.Auto,) * 2), jax.ShapeDtypeStruct
+    choose = lambda **others: choose_specs(
+        lambda w, x: jnp.square(convolve(w, x)).sum(),
+        shape((512, 4, 16), "float32"),
+        shape((4, 64, 4), "float32"),
+        mesh=mesh,
+        others=others,
+    )
+    assert [each.name for each in choose().candidates] == ["traced", "replicated"]
+    with pytest.raises(UserError, match=r"others\['own'\]: .*dimension 2"):
+        choose(own=P(None, None, "model"))

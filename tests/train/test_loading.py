@@ -231,15 +231,15 @@ def test_a_tokenizer_that_changes_before_the_first_checkpoint_is_named(tmp_path,
         load_model(tmp_path / "run")
 
 
-def write_like_earlier_versions(run):
-    """Removes the config and the sums of files from the records of a run's checkpoints."""
+def change_records(run, **values):
+    """Changes values in the records of a run's checkpoints."""
     for path in (run / "checkpoints").iterdir():
         record = CheckpointRecord.read(str(path))
-        dataclasses.replace(record, config="", files={}).write(str(path))
+        dataclasses.replace(record, **values).write(str(path))
 
 
-def test_an_older_run_has_the_tokenizer_of_its_input(run, moved, monkeypatch):
-    write_like_earlier_versions(moved)
+def test_a_run_without_a_tokenizer_has_that_of_its_input(run, moved, monkeypatch):
+    change_records(moved, files={})
     (moved / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"tokenizer\.json"):
         load_model(str(moved), module_dir=str(run.parent))
@@ -251,12 +251,23 @@ def test_an_older_run_has_the_tokenizer_of_its_input(run, moved, monkeypatch):
         load_model(str(moved))
 
 
-def test_an_incomplete_model_is_named(run, moved):
-    write_like_earlier_versions(moved)
+@pytest.mark.parametrize(
+    ("line", "changed", "message"),
+    [
+        ("model.vocab_size: 400\n", "", "vocab_size"),
+        (
+            "own_layers:",
+            "own_layers:Gone.",
+            r"\.klass: 'own_layers:Gone\..*import it in own_layers",
+        ),
+        ("own_layers:", "gone:", r"\.klass: .*'gone'.*--module_dir.*import it in gone"),
+    ],
+)
+def test_a_config_that_no_longer_fits_is_named(run, moved, line, changed, message):
     text = (moved / "config.txt").read_text()
-    assert "\nmodel.vocab_size: 400\n" in text
-    (moved / "config.txt").write_text(text.replace("\nmodel.vocab_size: 400\n", "\n"))
-    with pytest.raises(UserError, match="vocab_size"):
+    assert line in text
+    change_records(moved, config=text.replace(line, changed))
+    with pytest.raises(UserError, match=message):
         load_model(str(moved), module_dir=str(run.parent))
 
 

@@ -270,8 +270,6 @@ class SharedNorm(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures SharedNorm."""
-
         input_dim: int = 16
 
     def forward(self, x, **side_inputs):

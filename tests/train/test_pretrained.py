@@ -33,6 +33,7 @@ from moelib.models.huggingface.families import NoFamilyError, settings_of
 from moelib.models.huggingface.quantized import Dequantized, dequantize, scaled
 from moelib.models.huggingface.tensors import TensorMismatchError
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
+from moelib.train import pretrained
 from moelib.train.pretrained import (
     load_pretrained,
     read_config,
@@ -43,6 +44,7 @@ from moelib.train.pretrained import (
 from moelib.train.state import TrainerState
 from tests.tiny import trainer_config
 from tests.train import import_memory
+from tests.two_processes import run_as_two
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "models/huggingface/fixtures"
 
@@ -219,12 +221,9 @@ def test_training_goes_on_from_an_export_with_the_same_loss(tmp_path):
     assert np.isfinite(loss)
     save_pretrained(str(tmp_path / "hf"), cfg, first.trainer_state.model)
     builder = config_for_function(state_from_hugging_face).set(folder=str(tmp_path / "hf"))
-    learner = first.config.learner.clone()
-    learner.ema.decay = 0.9
-    second = trainer_of(cfg, tmp_path / "second", init_state_builder=builder, learner=learner)
+    second = trainer_of(cfg, tmp_path / "second", init_state_builder=builder)
     second.init(prng_key=5)
     check_equal(second.trainer_state.model, first.trainer_state.model)
-    check_equal(second.model_params_for_eval(), first.trainer_state.model)
     losses = []
     for trainer in (first, second):
         with jax.set_mesh(trainer.mesh()):
@@ -266,6 +265,10 @@ def test_a_tied_model_may_hold_its_head_twice(tmp_path):
     tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(TensorMismatchError, match=r"lm_head\.weight .*model\.embed_tokens"):
+        load_pretrained(str(folder))
+    del tensors["model.embed_tokens.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(TensorMismatchError, match=r"1 missing: model\.embed_tokens\.weight"):
         load_pretrained(str(folder))
 
 
@@ -328,6 +331,26 @@ def test_a_run_of_another_model_is_told_what_differs(tmp_path):
 # -- What cannot be read ---------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["read_settings", "TensorFolder"])
+def test_what_one_process_cannot_read_is_an_error_of_all(name, monkeypatch):
+    folder = str(FIXTURES / "llama3")
+    cfg, _ = read_config(folder)
+    state = TrainerState(
+        0, 0, random_parameters(cfg), LearnerState({}, None, jnp.zeros((), jnp.int32))
+    )
+    real = getattr(pretrained, name)
+
+    def fail(folder):
+        if jax.process_index() == 1:
+            raise OSError("planted")
+        return real(folder)
+
+    monkeypatch.setattr(pretrained, name, fail)
+    build = state_from_hugging_face(folder, cfg.instantiate(parent=None))
+    found = run_as_two(monkeypatch, lambda _: build(state))
+    assert ["planted" in str(error) for error in found] == [True, True], found
+
+
 @pytest.mark.parametrize(
     ("family", "settings", "message"),
     [
@@ -353,6 +376,8 @@ def test_a_run_of_another_model_is_told_what_differs(tmp_path):
             {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
             r"rope_type='longrope'; .*yarn",
         ),
+        ("qwen3_moe", {"num_experts": 8, "num_local_experts": 4}, r"num_local_experts=4; .*8"),
+        ("gpt_oss", {"experts_per_token": 3}, r"experts_per_token=3; .*2"),
         ("deepseek_v2", {"topk_method": "best"}, r"topk_method='best'; .*greedy"),
         ("gpt_oss", {"layer_types": ["half_attention"] * 2}, r"layer_types='half_attention'"),
     ],

@@ -2,11 +2,13 @@
 
 import json
 import os
+import pkgutil
 import re
 import socket
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
@@ -17,6 +19,7 @@ from moelib.data.tokenizer import train_bpe
 from moelib.train.bad_steps import BAD_STEP, SUSPECTED
 from moelib.train.run_log import read_events
 from tests import tiny
+from tests.two_processes import run_as_two
 
 
 def start(directory, *args, devices=8, **environment):
@@ -182,6 +185,42 @@ def test_a_lost_process_ends_the_other_which_names_it(tmp_path, lost, name):
         assert f"Process {lost} of 2 is lost" in err
 
 
+@pytest.mark.parametrize(
+    ("name", "failing"),
+    [
+        ("trainer.check_readable", 1),
+        ("trainer.locked_folders", 0),
+        ("rewind.read_events", 0),
+        ("trainer.check_directory", 1),
+        ("trainer.check_tokenizers", 1),
+        ("trainer.write_config", 0),
+        ("summary_writer.SummaryWriter.start_trackers", 0),
+        ("routing_log.list_data", 0),
+        ("evaler.check_inputs", 1),
+        ("loop.check_inputs", 1),
+        ("trainer.save_tokenizer", 0),
+    ],
+)
+def test_a_step_of_the_start_that_fails_in_one_process_fails_in_all(
+    tmp_path, monkeypatch, name, failing
+):
+    run = lambda n: (
+        tiny.trainer_config(tmp_path, max_step=n, save_every=1).instantiate(parent=None).run()
+    )
+    run(1)
+    target = f"moelib.train.{name}"
+    real = pkgutil.resolve_name(target)
+
+    def fail(*args, **options):
+        if jax.process_index() == failing:
+            raise OSError("planted")
+        return real(*args, **options)
+
+    monkeypatch.setattr(target, fail)
+    found = run_as_two(monkeypatch, lambda _: run(2))
+    assert ["planted" in str(error) for error in found] == [True, True], found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_of_the_user_in_one_process_ends_both(tmp_path, failing):
@@ -210,13 +249,9 @@ def test_an_error_of_the_user_in_one_process_ends_both(tmp_path, failing):
         )
         processes.append(process)
     errors = [process.communicate(timeout=300)[1] for process in processes]
-    assert [process.returncode for process in processes] == [
-        2 if i == failing else 88 for i in (0, 1)
-    ]
-    assert (
-        f"Process {failing} of 2 is lost (MissingFileError: There is no token store at"
-        in (errors[1 - failing])
-    )
+    assert [process.returncode for process in processes] == [2, 2]
+    reason = "MissingFileError: There is no token store at"
+    assert f"process {failing} failed, and all with it: {reason}" in errors[1 - failing]
     assert "moelib train: There is no token store" in errors[failing]
 
 

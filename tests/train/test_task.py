@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import scipy.special
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -120,6 +121,32 @@ def test_evaluation_is_exact(count, mesh):
     assert found["weight"] == np.sum(whole["tokens"])
     assert found["hits"] == pytest.approx(np.mean(hits))  # Not over tokens, as the loss is.
     assert found["loss"] == pytest.approx(np.average(losses, weights=whole["tokens"]), rel=1e-6)
+
+
+@pytest.mark.parametrize("mesh", ["data=8", "fsdp=2,model=4"])
+@pytest.mark.parametrize("batch_size", [64, 32])
+def test_losses_and_predictions_over_the_batch_are_those_of_whole_batches(batch_size, mesh):
+    """A contrastive loss of two towers, whose negatives are the other examples of the batch."""
+
+    def loss(params, batch, key, is_training):
+        scores = (batch["x"] @ params[0]) @ (batch["x"] ** 2 @ params[0]).T
+        matches = jnp.arange(len(scores))
+        losses = optax.softmax_cross_entropy_with_integer_labels(scores, matches)
+        return losses.mean(), {"hits": jnp.mean(scores.argmax(-1) == matches)}
+
+    center = lambda params, batch, key: batch["x"] - batch["x"].mean(0, keepdims=True)
+    call = (make_task(loss=loss, predict=center), EXAMPLES[:43])
+    settings = {"params": PARAMS, "batch_size": batch_size, "mesh": mesh}
+    found, centered = moelib.evaluate(*call, **settings), moelib.predict(*call, **settings)
+    points = np.stack([e["x"] for e in EXAMPLES[:43]]).astype(np.float64)
+    batches = [points] if batch_size == 64 else [points[:32], points[32:]]
+    scores = [(x @ PARAMS[0]) @ (x**2 @ PARAMS[0]).T for x in batches]
+    losses = [scipy.special.logsumexp(s, axis=1) - np.diag(s) for s in scores]
+    assert found["loss"] == pytest.approx(np.mean(np.concatenate(losses)), rel=1e-5)
+    hits = [s.argmax(axis=1) == np.arange(len(s)) for s in scores]
+    assert found["hits"] == pytest.approx(np.mean(np.concatenate(hits)))
+    assert found["weight"] == 43
+    np.testing.assert_allclose(centered, np.concatenate([x - x.mean(0) for x in batches]), 0, 1e-6)
 
 
 def test_keys_of_a_batch_are_those_that_collate_returns():

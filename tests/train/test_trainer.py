@@ -26,6 +26,7 @@ from moelib.core.platforms import GPU_MEMORY_SHARE
 from moelib.data.lm_input import LMInput
 from moelib.data.token_source import InMemoryTokens
 from moelib.learner.transforms import chain
+from moelib.operations.runs import list_runs
 from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.planning.hardware.topologies import topology
 from moelib.train.compiler_options import compile_with, default_options, spelled
@@ -275,7 +276,7 @@ def test_corrected_config_runs_after_a_first_start_that_failed(tmp_path):
     assert parse((tmp_path / "config.txt").read_text()) == cfg
 
 
-def test_refused_config_does_not_replace_that_of_the_run(tmp_path):
+def test_refused_start_changes_nothing_of_the_run(tmp_path):
     run(tiny.trainer_config(tmp_path, max_step=1))
     before = (tmp_path / "config.txt").read_text()
     cfg = tiny.trainer_config(tmp_path, max_step=1)
@@ -283,6 +284,7 @@ def test_refused_config_does_not_replace_that_of_the_run(tmp_path):
     with pytest.raises(TrainerDirConflictError, match=r"prng_seed.*0.*5"):
         run(cfg)
     assert (tmp_path / "config.txt").read_text() == before
+    assert [run.state for run in list_runs([str(tmp_path)])] == ["finished"]
 
 
 def test_checkpoint_of_another_config_is_refused(tmp_path):
@@ -429,9 +431,13 @@ def test_inputs_know_the_vocabulary_of_the_model(tmp_path):
 def test_state_can_be_changed_before_the_first_step(tmp_path):
     cfg = tiny.trainer_config(tmp_path)
     cfg.init_state_builder = tiny.config_for_function(_zero_head)
+    cfg.learner.optimizer = tiny.config_for_function(optax.contrib.schedule_free_sgd)
+    cfg.learner.ema.decay = 0.9
     trainer = cfg.instantiate(parent=None)
     trainer.init()
-    assert not jnp.any(trainer.trainer_state.model["head"])
+    state = trainer.trainer_state
+    copies = optax.tree.get(state.learner.optimizer, "z"), state.learner.ema.params
+    assert not any(jnp.any(params["head"]) for params in (state.model, *copies))
 
 
 def _zero_head():

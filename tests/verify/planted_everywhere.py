@@ -414,8 +414,8 @@ def scan_without_state_updates(patch: Patch) -> None:
 def weight_decay_of_norm_scales(patch: Patch) -> None:
     known = transforms._scales
 
-    def scales(rules: Any, specs: Any, default: Any, field: str) -> Any:
-        return known(rules, specs, lambda spec: 1.0, field)
+    def scales(rules: Any, specs: Any) -> Any:
+        return known(rules if callable(rules) else [*rules, (".*", 1.0)], specs)
 
     patch(transforms, "_scales", scales)
 

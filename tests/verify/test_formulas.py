@@ -15,7 +15,6 @@ from moelib.layers.feed_forward import FeedForward
 from moelib.layers.linear import Linear
 from moelib.layers.moe.dispatch import DenseDispatcher
 from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
-from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
 from moelib.layers.moe.experts import FeedForwardExperts
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.router import Router, Score
@@ -76,9 +75,6 @@ LAYERS: dict[str, Any] = {
         router=Router.default_config().set(bias=True, score=Score.SOFTMAX_AFTER_TOP_K),
     ),
     "capacity": MOE.clone(dispatcher=CapacityDispatcher.default_config().set(capacity_factor=0.7)),
-    "capacity of blocks of experts": MOE.clone(
-        dispatcher=RaggedDispatcher.default_config().set(buffer_factor=0.7, buffer_blocks=3)
-    ),
     "shared experts": MOE.clone(shared_experts=SHARED, shared_gate=True),
 }
 

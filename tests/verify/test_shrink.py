@@ -10,7 +10,6 @@ from experiments import flame_moe, gpt_oss, open_models
 from moelib.core.config_paths import sub_configs
 from moelib.core.param import is_spec, specs_by_path
 from moelib.data.packing import LongDocuments
-from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
 from moelib.learner.moments import MomentFormat
 from moelib.models.huggingface.families import settings_of
 from moelib.parallel.sharding import DEFAULT_RULES
@@ -141,18 +140,6 @@ def test_the_learner_keeps_its_state_in_float32():
     cfg.learner.first_moment = MomentFormat.BFLOAT16
     for small, _ in (shrink(cfg, 8), runnable(cfg)):
         assert small.learner.first_moment is MomentFormat.FLOAT32
-
-
-@pytest.mark.parametrize(("blocks", "few"), [(16, 8), (4, 4), (5, 5)])
-def test_blocks_of_a_buffer_divide_the_experts_if_they_did(blocks, few):
-    cfg = CONFIGS["flame-moe-tiny"]()
-    cfg.model.decoder.block[0].feed_forward.set(
-        num_experts=16,
-        dispatcher=RaggedDispatcher.default_config().set(buffer_factor=2.0, buffer_blocks=blocks),
-    )
-    small, _ = shrink(cfg, 8)
-    moe = small.model.decoder.block[0].feed_forward
-    assert (moe.num_experts, moe.dispatcher.buffer_blocks) == (8, few)
 
 
 @pytest.mark.parametrize(("num_devices", "rows"), [(2, 4), (3, 12), (8, 8)])

@@ -5,7 +5,6 @@ local experts, D model.
 """
 
 import functools
-import logging
 import math
 
 import jax.numpy as jnp
@@ -13,94 +12,45 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from moelib.core.config import config_class
-from moelib.core.errors import UserError
 from moelib.layers.moe.dispatch import (
     DispatchContext,
     Dispatcher,
     Local,
-    capacity_for,
     check_factor,
     positions,
     run_sorted,
-    within_capacity,
 )
 from moelib.layers.moe.rounds import rows_per_round, run_in_rounds
 from moelib.layers.moe.rows import RowMap, sort_assignments, sum_rows, take_rows
 from moelib.layers.remat import save_routing
 from moelib.parallel.exchange import exchange, gather_sizes, group_size
 
-logger = logging.getLogger(__name__)
-
 # Rows of a round's buffer are a multiple of this, a whole number of the kernels' tiles.
 _ALIGNED = 16
 
 
 class _ExpertParallel(Dispatcher):
-    """Sends tokens to the devices that hold their experts, within a buffer of a fixed size."""
+    """Sends tokens to the devices that hold their experts, which receive them in rounds."""
 
     expert_parallel = True
 
     @config_class
     class Config(Dispatcher.Config):
-        # Receive capacity per device, as a multiple of the balanced load of K T assignments. None
-        # reserves the largest possible load, min(n, E / K), and never drops. Otherwise a sequence
-        # of S tokens without padding may send buffer_factor S K / buffer_blocks assignments to each
-        # block of experts; those of later tokens are dropped, the same ones on every mesh, and
-        # counted.
-        buffer_factor: float | None = None
-        # Number of equal blocks of experts, whose experts share capacity: fewer blocks drop less.
-        # With more devices than blocks, each reserves the capacity of a whole block, n /
-        # buffer_blocks times its share.
-        buffer_blocks: int = 8
-        # Receive capacity of a round, as a multiple of the balanced load: a higher load takes more
-        # rounds, a loop that drops nothing. Buffers have this size where the capacity above is more
-        # than twice the balanced load; otherwise, and with None, a single round receives all.
+        # Receive capacity of a round, as a multiple of the balanced load of K T assignments: a
+        # higher load takes more rounds, a loop that drops nothing. Buffers have this size where the
+        # largest possible load, min(n, E / K), is more than twice the balanced one; otherwise, and
+        # with None, a single round receives all.
         round_factor: float | None = 1.25
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
-        check_factor(self, "buffer_factor")
         check_factor(self, "round_factor")
-        if cfg.buffer_blocks < 1:
-            raise UserError(
-                f"{type(self).__qualname__}.buffer_blocks is {cfg.buffer_blocks}; set 1 or more."
-            )
-        if cfg.buffer_factor is None and cfg.buffer_blocks != self.default_config().buffer_blocks:
-            logger.warning(
-                "%s.buffer_blocks=%d has no effect: buffer_factor is None, so that nothing is "
-                "dropped.",
-                type(self).__qualname__,
-                cfg.buffer_blocks,
-            )
 
-    def _within_buffer(
-        self, local: Local, context: DispatchContext
-    ) -> tuple[Local, int, Float[Array, ""]]:
-        """Returns (`local` with assignments within capacity, receive capacity, number dropped)."""
-        ids, num_experts, sequence_axes = local.ids, context.num_experts, context.sequence_axes
+    def _most_received(self, local: Local, context: DispatchContext) -> int:
+        """Returns the most assignments that a device can receive."""
         n = group_size(context.expert_axes)
-        (num_tokens, top_k), num_local = ids.shape, num_experts // n
-        most = n * num_tokens * min(top_k, num_local)
-        if self.config.buffer_factor is None:
-            return local, most, jnp.zeros((), jnp.float32)
-        num_blocks = self._num_blocks(num_experts)
-        width, seq_len = num_experts // num_blocks, num_tokens // local.batch  # Block; part.
-        per_token = min(top_k, width)
-        length = group_size(sequence_axes) * seq_len
-        balanced = length * top_k / num_blocks
-        capacity = capacity_for(self.config.buffer_factor, balanced, length * per_token)
-        blocks = ids.reshape(local.batch, seq_len, top_k) // width
-        factor = self.config.buffer_factor
-        kept = within_capacity(blocks, num_blocks, factor, sequence_axes).reshape(ids.shape)
-        num_dropped = jnp.sum((ids < num_experts) & ~kept, dtype=jnp.float32)
-        # Parts of a sequence within the group of devices share the sequence's capacity.
-        parts = group_size([axis for axis in sequence_axes if axis in context.expert_axes])
-        per_sequence = min(capacity, parts * seq_len * per_token)
-        starts = range(0, num_experts, num_local)
-        # Maximum number of blocks that one device holds experts of.
-        touched = max((i + num_local - 1) // width - i // width + 1 for i in starts)
-        most = min(most, n // parts * local.batch * touched * per_sequence)
-        return local._replace(ids=jnp.where(kept, ids, num_experts)), most, num_dropped
+        num_tokens, top_k = local.ids.shape
+        return n * num_tokens * min(top_k, context.num_experts // n)
 
     def _round_capacity(self, num_assignments: int, num_rows: int) -> int:
         """Returns the assignments that a device receives per round, of `num_rows` at most in all.
@@ -109,18 +59,6 @@ class _ExpertParallel(Dispatcher):
         """
         rows = rows_per_round(self.config.round_factor, num_assignments, num_rows)
         return min(num_rows, math.ceil(rows / _ALIGNED) * _ALIGNED)
-
-    def _num_blocks(self, num_experts: int) -> int:
-        """Returns the number of blocks. Raises UserError if it does not divide the experts."""
-        wanted = self.config.buffer_blocks
-        if num_experts % wanted:
-            divisors = [d for d in range(1, num_experts + 1) if num_experts % d == 0]
-            nearest = min(divisors, key=lambda divisor: abs(divisor - wanted))
-            raise UserError(
-                f"{type(self).__qualname__}.buffer_blocks is {wanted}, which does not divide "
-                f"{num_experts} experts; set {nearest}."
-            )
-        return wanted
 
 
 class RaggedDispatcher(_ExpertParallel):
@@ -136,7 +74,8 @@ class RaggedDispatcher(_ExpertParallel):
         axes = context.expert_axes
         n = group_size(axes)
         num_local = context.num_experts // n
-        local, num_rows, num_dropped = self._within_buffer(local, context)
+        num_rows = self._most_received(local, context)
+        num_dropped = jnp.zeros((), jnp.float32)
         if n == 1:
             return run_sorted(local, num_local, num_rows), num_dropped
         capacity = self._round_capacity(local.ids.size, num_rows)
@@ -218,7 +157,8 @@ class RingDispatcher(_ExpertParallel):
         axes = context.expert_axes
         n = group_size(axes)
         num_local = context.num_experts // n
-        local, num_rows, num_dropped = self._within_buffer(local, context)
+        num_rows = self._most_received(local, context)
+        num_dropped = jnp.zeros((), jnp.float32)
         if n > 1:
             arrays = local.x, local.ids, local.weights
             x, ids, weights = (lax.all_gather(a, axes, tiled=True) for a in arrays)

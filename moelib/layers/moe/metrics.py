@@ -16,6 +16,8 @@ def router_entropy(probs: Float[Array, "B S E"]) -> Float[Array, "B S"]:
 def routing_metrics(routing: Routing, num_dropped: Float[Array, ""]) -> dict[str, Metric]:
     """Returns the metrics of one layer, over its valid tokens.
 
+    Of several micro-batches or batches, dead_experts and logit_rms are means, weighted by tokens.
+
     load_max_over_mean: Assignments to the busiest expert over the mean, 1 when even. Combines to
         the largest over micro-batches.
     dead_experts: Number of experts without an assignment.

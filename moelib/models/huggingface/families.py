@@ -105,7 +105,7 @@ def check_computes(
 
 def may_drop(cfg: CausalLM.Config) -> list[str]:
     """Returns the paths of fields by which dispatchers may drop assignments."""
-    return _set_fields(cfg, "capacity_factor", "buffer_factor")
+    return _set_fields(cfg, "capacity_factor")
 
 
 def quantizes(cfg: CausalLM.Config) -> list[str]:

@@ -29,7 +29,8 @@ _WINDOW = 128  # The class's default; transformers refuses null even if no layer
 
 def _model(settings: Settings) -> CausalLM.Config:
     settings.expect(attention_bias=True, swiglu_limit=7.0, swiglu_alpha=1.702)
-    settings.skip("initial_context_length", "quantization_config", "experts_per_token")
+    settings.expect(experts_per_token=settings.take("num_experts_per_tok"))
+    settings.skip("initial_context_length", "quantization_config")
     attention = blocks.attention(settings, qkv_bias=True, output_bias=True, sinks=True)
     moe = blocks.moe(
         settings,

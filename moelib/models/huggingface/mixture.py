@@ -98,9 +98,9 @@ def _qwen_feed_forwards(settings: Settings, **fields: Any) -> list[BaseLayer.Con
     The fields are those of the MoE layers.
     """
     num_experts, hidden_dim = _QWEN_NAMES
-    settings.skip("num_local_experts")
     if num_experts not in settings.values and "num_local_experts" in settings.values:
         num_experts = "num_local_experts"  # The name in transformers 5.
+    settings.expect(num_local_experts=settings.take(num_experts))
     router = _router(settings.take("norm_topk_prob", False))
     sparse = blocks.moe(settings, num_experts, hidden_dim, router=router, **fields)
     dense_layers = settings.take("mlp_only_layers", None) or []

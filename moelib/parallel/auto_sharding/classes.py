@@ -79,6 +79,7 @@ class Analysis:
         self._parents: list[int] = []  # Union-find over dimensions.
         self._sizes: list[int] = []
         self._fixed: list[int] = []  # Dimensions that cannot be sharded.
+        self._windows: list[int] = []  # Those of convolutions, which are not stored in parts.
         self._values: set[tuple[int, ...]] = set()
         # {(its cause, dimension): collective}; one all-reduce sums all gradients of a value.
         self._collectives: dict[tuple[int, int], Collective] = {}
@@ -97,6 +98,7 @@ class Analysis:
         """Returns the classes that cannot be sharded, with the reasons."""
         reason = "it belongs to the batch, a loop or a shard_map"
         found = {self.class_of(dim): reason for dim in self._fixed}
+        found |= dict.fromkeys(self.windows(), "a convolution's window lies in or moves along it")
         for dim, size in enumerate(self._sizes):
             if size % self.num_shards:
                 reason = f"size {size} is not divisible by {self.num_shards}"
@@ -106,6 +108,10 @@ class Analysis:
                 if count > 1:
                     found.setdefault(each, "an array has it twice")
         return found
+
+    def windows(self) -> set[int]:
+        """Returns the classes that a convolution's window lies in or moves along."""
+        return set(map(self.class_of, self._windows))
 
     def arrays(self) -> set[tuple[int, ...]]:
         """Returns the classes of the dimensions of each value."""
@@ -273,6 +279,8 @@ class Analysis:
             for label, dim in zip(labels, value.dims, strict=True):
                 if label not in rule.replicated:
                     self._join([dim], [shared.setdefault(label, dim)])
+                if label in rule.windows:
+                    self._windows.append(dim)
         self._price(eqn, rule, arrays, shared, times)
         if rule.flops:
             passes = 1 + sum(each.is_trained for each in operands)

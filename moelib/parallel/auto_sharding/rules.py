@@ -43,6 +43,7 @@ class DimensionRule(NamedTuple):
     results: tuple[Names, ...]
     replicated: Collection[Hashable] = ()  # Names that the operation needs whole.
     flops: float = 0.0
+    windows: Collection[Hashable] = ()  # Names that XLA must not see sharded, even to gather them.
 
 
 def parse_dimension_rule(text: str) -> DimensionRule:
@@ -284,26 +285,31 @@ def _ragged_dot(eqn: Any) -> DimensionRule | None:
 
 
 def _convolution(eqn: Any) -> DimensionRule:
+    """A product over the window and the channels; its windows are not sharded.
+
+    Where a window, or a dimension that it moves along, is sharded, XLA's partitioner may multiply
+    values or gradients by the sizes of other mesh axes (seen with JAX 0.12).
+    """
     numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
     (batch, channel, *space), (out, into, *window) = numbers.lhs_spec, numbers.rhs_spec
     x, w, y = _own("x", eqn.invars[0]), _own("w", eqn.invars[1]), _own("y", eqn.outvars[0])
     kernel = _shape(eqn.invars[1])
     y[numbers.out_spec[0]], y[numbers.out_spec[1]] = x[batch], w[out]
-    replicated: set[Hashable] = {w[i] for i in window}
+    windows, whole = {w[i] for i in window}, set[Hashable]()
     if groups == 1:
         w[into] = x[channel]
     else:  # Channels stay in their group.
         x[channel] = w[out]
-        replicated.add(w[into])
+        whole.add(w[into])
     for i, j, k in zip(space, numbers.out_spec[2:], window, strict=True):
         if kernel[k] == 1 and _shape(eqn.invars[0])[i] == _shape(eqn.outvars[0])[j]:
             y[j] = x[i]
         else:
-            replicated |= {x[i], y[j]}
+            windows |= {x[i], y[j]}
     if eqn.params.get("batch_group_count", 1) > 1:
-        replicated |= {x[batch], w[out]}
+        windows |= {*x, *w, *y}
     flops = 2.0 * math.prod(_shape(eqn.outvars[0])) * math.prod(kernel) / max(kernel[out], 1)
-    return DimensionRule((tuple(x), tuple(w)), (tuple(y),), replicated, flops)
+    return DimensionRule((tuple(x), tuple(w)), (tuple(y),), whole, flops, windows)
 
 
 def _gather(eqn: Any) -> DimensionRule:

@@ -24,7 +24,8 @@ def dimensions_from_shapes(shapes: Mapping[str, Sequence[int]], num_shards: int)
     width = sizes.most_common(1)[0][0] if sizes else 0
     chosen = {}
     for path, shape in bodies.items():
-        fitting = [i for i, size in enumerate(shape) if size % num_shards == 0]
+        window = square_window(shape)
+        fitting = [i for i, n in enumerate(shape) if n % num_shards == 0 and i not in window]
         if len(shape) < 2 or not fitting:
             continue
         others = [i for i in fitting if shape[i] != width]
@@ -37,6 +38,12 @@ def dimensions_from_shapes(shapes: Mapping[str, Sequence[int]], num_shards: int)
             best = fitting[0] if names and _ROWS.search(names[-1]) else fitting[-1]
         chosen[path] = best + (path in stacked)
     return chosen
+
+
+def square_window(shape: Sequence[int]) -> set[int]:
+    """Returns the dimensions that may be a convolution's window: neighbors of equal size."""
+    pairs = [(i - 1, i) for i in range(1, len(shape)) if shape[i - 1] == shape[i]]
+    return {i for pair in pairs for i in pair} if len(shape) > 3 else set()
 
 
 def _stacked(shapes: Mapping[str, Sequence[int]]) -> set[str]:

@@ -17,7 +17,7 @@ from moelib.core.errors import UserError
 from moelib.core.param import is_spec
 from moelib.parallel.auto_sharding.choice import benefit, best_classes, sent_bytes
 from moelib.parallel.auto_sharding.classes import Analysis, Collective
-from moelib.parallel.auto_sharding.shapes import dimensions_from_shapes
+from moelib.parallel.auto_sharding.shapes import dimensions_from_shapes, square_window
 from moelib.parallel.sharding import mesh_axes_of, partition_spec
 
 _SMALL = 1 << 14  # Entries below which a parameter may stay whole without being reported.
@@ -43,6 +43,8 @@ class ShardingReport(NamedTuple):
     small: Mapping[str, str] = {}  # The same of those below 16,384 entries, which is not printed.
     unused: tuple[str, ...] = ()  # Parameters that the function does not use.
     unknown: Mapping[str, int] = {}  # Operations without a dimension rule, and their number.
+    # Dimensions of parameters in which a convolution's window lies or along which it moves.
+    windows: Mapping[str, Collection[int]] = {}
 
     def predicted(self) -> dict[str, tuple[int, float]]:
         """Returns {kind: (number of collectives, bytes of their arrays)} of a step."""
@@ -153,7 +155,8 @@ def auto_partition_specs(
     if fn is None:
         chosen = dimensions_from_shapes({p: s.shape for p, s in shapes.items()}, num_shards)
         unclear = {path: "shapes alone decide nothing" for path in shapes if path not in chosen}
-        report = ShardingReport(num_shards, whole=unclear)
+        windows = {path: square_window(struct.shape) for path, struct in shapes.items()}
+        report = ShardingReport(num_shards, whole=unclear, windows=windows)
     else:
         arguments = jax.tree.unflatten(structure, list(shapes.values()))
         jaxpr = jax.make_jaxpr(fn)(arguments, *example_batch).jaxpr
@@ -176,7 +179,7 @@ def auto_partition_specs(
         storage = {fsdp_axis: fsdp_shards}
         if leftover == "fsdp" and path in whole:
             storage |= {axis: num_shards}
-        stored.append(with_storage(spec, struct.shape, storage))
+        stored.append(with_storage(spec, struct.shape, storage, report.windows.get(path, ())))
     build = lambda specs: jax.tree.unflatten(structure, specs)
     return AutoShardings(build(stored), build(used), report._replace(whole=whole, small=small))
 
@@ -258,6 +261,16 @@ def check_spec(
             )
 
 
+def check_windows(spec: PartitionSpec, windows: Collection[int], array: str) -> None:
+    """Raises UserError if a spec shards one of a parameter's `ShardingReport.windows`."""
+    for dim, axes in enumerate(mesh_axes_of(spec)):
+        if axes and dim in windows:
+            raise UserError(
+                f"{array}: {spec} shards dimension {dim}, in which a convolution's window lies or "
+                "along which it moves: gradients would be wrong; set its entry to None."
+            )
+
+
 def _traced(
     jaxpr: Any,
     shapes: _Shapes,
@@ -279,6 +292,11 @@ def _traced(
     }
     reasons, collectives, flops = analysis.unshardable(), analysis.collectives(), analysis.flops()
     arrays = analysis.arrays()
+    frozen = analysis.windows()
+    windows = {p: [i for i, c in enumerate(each) if c in frozen] for p, each in classes.items()}
+    for path, spec in pinned.items():
+        field = "overrides" if path in overridden else "params"
+        check_windows(spec, windows[path], f"{field}: {path}")
     required, kept = _required(classes, arrays, pinned, overridden, reasons, axis)
     reasons = {
         each: f"the override of {path} keeps it whole" for each, path in kept.items()
@@ -318,7 +336,7 @@ def _traced(
     ]
     groups.sort(key=lambda group: group.members)
     unknown = dict(analysis.unknown)
-    report = ShardingReport(num_shards, tuple(groups), whole, unused=tuple(unused), unknown=unknown)
+    report = ShardingReport(num_shards, tuple(groups), whole, {}, tuple(unused), unknown, windows)
     return dims, report
 
 
@@ -383,18 +401,18 @@ def _without(spec: PartitionSpec, axis: str) -> PartitionSpec:
 
 
 def with_storage(
-    spec: PartitionSpec, shape: Sequence[int], mesh: Mapping[str, int]
+    spec: PartitionSpec, shape: Sequence[int], mesh: Mapping[str, int], whole: Collection[int] = ()
 ) -> PartitionSpec:
     """Returns the spec with each mesh axis on the largest whole dimension that it divides.
 
-    Arrays of less than 16,384 entries keep their spec.
+    Dimensions in `whole` stay so. Arrays of less than 16,384 entries keep their spec.
     """
     axes: dict[int, Any] = {dim: entry for dim, entry in enumerate(spec) if entry is not None}
     used = {name for each in mesh_axes_of(spec) for name in each}
     for axis, size in mesh.items():
         if axis in used:
             continue
-        free = [i for i in range(len(shape)) if i not in axes and shape[i] % size == 0]
+        free = [i for i, n in enumerate(shape) if i not in {*axes, *whole} and n % size == 0]
         if size > 1 and free and math.prod(shape) >= _SMALL:
             axes[max(free, key=lambda i: shape[i])] = axis
     return _sharded(axes)

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Literal
 
-from moelib.core.jaxpr import inlined
+from moelib.core.errors import UserError
+from moelib.core.jaxpr import inlined, walk
 from moelib.parallel.pipeline.bodies import (
     BODIES,
     Operation,
@@ -55,6 +56,9 @@ def split_passes(fn: Callable[..., Any], params: Any, x: Any, others: Any, same:
         x: Its input.
         others: Arguments without gradients, of the forward pass.
         same: Arguments without gradients that each pass is given.
+
+    Raises:
+        UserError: If the function has a side effect.
     """
 
     def passes(params: Any, same: Any, gradients: Any, x: Any, others: Any) -> Any:
@@ -66,6 +70,12 @@ def split_passes(fn: Callable[..., Any], params: Any, x: Any, others: Any, same:
     arguments = params, same, gradients, x, others
     closed, shapes = jax.make_jaxpr(passes, return_shape=True)(*arguments)
     flat = inlined(closed)
+    if flat.effects:
+        names = [x.eqn.primitive.name for x in walk(flat.jaxpr) if x.eqn.effects & flat.effects]
+        raise UserError(
+            f"mesh axis pipeline: a layer has the side effect {names[-1]}, which a pipeline would "
+            "drop or repeat; remove it, such as jax.debug.print, or set pipeline=1."
+        )
     constants = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
     params, same, gradients, x, others = names = _like(arguments, flat.jaxpr.invars)
     of_params, of_x, done = _like(shapes, flat.jaxpr.outvars)

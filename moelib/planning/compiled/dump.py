@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from moelib.core.errors import UserError
+from moelib.core.processes import on_process_0
 from moelib.planning.compiled.examine import Step, examine
 from moelib.planning.report.plots import plot_shares
 from moelib.planning.report.step_report import StepReport
@@ -64,9 +65,9 @@ def write_report(folder: pathlib.Path, report: StepReport) -> pathlib.Path:
 
 def dump_when_compiled(trainer: Any, folder: str, *, name: str) -> None:
     """Makes a `SpmdTrainer` that has not run dump its step after compiling it, on process 0."""
+    on_process_0(lambda: str(make_folder(folder)))
     if jax.process_index() != 0:
         return
-    make_folder(folder)
 
     def write(*stages: Any) -> None:
         devices = trainer.mesh().devices.flat

@@ -64,15 +64,10 @@ Measure = Callable[[Any, Any], Saved]  # Bytes per token of an array, from both 
 
 def with_remat(model: Any, remat: Any) -> Any:
     """Returns a model's config with the remat of every stack set; None recomputes nothing."""
-    return _with_field(model, "remat", remat)
-
-
-def _with_field(model: Any, name: str, value: Any) -> Any:
-    """Returns a model's config with a field set in every config inside that has it."""
     model = model.clone()
     for _, inside in sub_configs(model):
-        if name in dict(inside.items()):
-            inside.set(**{name: value})
+        if "remat" in dict(inside.items()):
+            inside.set(remat=remat)
     return model
 
 
@@ -94,15 +89,13 @@ def read_saved(
         num_experts_per_token: Experts per token; 0 without experts.
         num_slotted_experts: Experts with a fixed capacity per sequence; 0 without such.
     """
-    unlimited = _with_field(cfg.model, "buffer_factor", None)  # One row per assignment.
-    unlimited = _with_field(unlimited, "buffer_blocks", 8)  # Unused, by default 8.
     params = jaxpr.abstract_parameters(specs, cfg.train_dtype)
     measure: Measure = functools.partial(
         _measured,
         num_experts_per_token=num_experts_per_token,
         num_slotted_experts=num_slotted_experts,
     )
-    loss = _loss(with_remat(unlimited, None))
+    loss = _loss(with_remat(cfg.model, None))
     none = _residuals(loss, params, measure)
     named: dict[str, Saved] = collections.defaultdict(Saved)
     dots = no_batch_dots = Saved()
@@ -131,7 +124,7 @@ def read_saved(
     jax.eval_shape(_loss(cfg.model), params, _batches()[0])
     own = _own_from_names(cfg.model, saved, named)
     if own is None:
-        own = _residuals(_loss(unlimited), params, measure)
+        own = _residuals(_loss(cfg.model), params, measure)
     return saved | {OWN: own}, none.times(1.0 / num_blocks)
 
 

@@ -123,9 +123,6 @@ class Placement:
         moe, n = self.work.moe, self.mesh.parts(self.expert_axes)
         assert moe is not None
         most = n * min(moe.num_experts_per_token, moe.num_experts // n) / moe.num_experts_per_token
-        if moe.buffer_factor is not None:
-            factor = moe.buffer_factor * max(1.0, n / moe.buffer_blocks)
-            most = min(most, factor * self._sequence_parts)
         return rows_per_round(moe.round_factor, 1.0, most)
 
     @functools.cached_property

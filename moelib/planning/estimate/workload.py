@@ -64,10 +64,6 @@ class Moe:
     num_experts_per_token: int  # K.
     expert_parallel: bool  # Whether the dispatcher reaches experts of other devices.
     ring: bool  # Whether it gathers tokens instead of sending each to its experts.
-    # Receive capacity of a block of experts, as a multiple of the balanced load; None for the most
-    # rows possible.
-    buffer_factor: float | None
-    buffer_blocks: int  # Blocks of experts with such a capacity.
     # Receive capacity of a round, as a multiple of the balanced load; None for a single round.
     round_factor: float | None
     # Capacity of an expert, as a multiple of the balanced load, sent and computed in full; None for
@@ -286,8 +282,6 @@ def _moe(model: Any, specs: Any) -> Moe | None:
         num_experts_per_token=cfg.num_experts_per_token,
         expert_parallel=dispatcher.expert_parallel,
         ring=isinstance(dispatcher, RingDispatcher),
-        buffer_factor=fields.get("buffer_factor"),
-        buffer_blocks=fields.get("buffer_blocks", 1),
         round_factor=fields.get("round_factor"),
         capacity_factor=fields.get("capacity_factor"),
     )

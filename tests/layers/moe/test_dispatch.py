@@ -148,14 +148,8 @@ def test_padding_may_have_any_value(dispatcher):
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), got, want)
 
 
-@pytest.mark.parametrize(
-    "cfg",
-    [
-        CapacityDispatcher.default_config().set(capacity_factor=0.6),
-        RaggedDispatcher.default_config().set(buffer_factor=0.6, buffer_blocks=E),
-    ],
-)
-def test_padding_after_a_sequence_drops_the_assignments_that_it_drops_alone(cfg):
+def test_padding_after_a_sequence_drops_the_assignments_that_it_drops_alone():
+    cfg = CapacityDispatcher.default_config().set(capacity_factor=0.6)
     num = 7  # Of 10 positions: 2 of 14 assignments per expert, but 3 of 20.
     ids, run = jnp.asarray(random_ids([0, 1, 2])), functools.partial(pulled, cfg.instantiate())
     cut = lambda a: a.reshape(B, S, -1)[:, :num].reshape(B * num, -1)
@@ -189,9 +183,7 @@ def test_a_dispatcher_without_dispatch_is_an_error():
     ("dispatcher", "field"),
     [
         (CapacityDispatcher, "capacity_factor"),
-        (RaggedDispatcher, "buffer_factor"),
         (RaggedDispatcher, "round_factor"),
-        (RingDispatcher, "buffer_factor"),
     ],
 )
 def test_factors_that_are_not_finite_and_above_zero_are_refused(dispatcher, field, factor):

@@ -177,61 +177,43 @@ def test_low_precision_weights_reach_every_expert_of_a_device():
     np.testing.assert_allclose(got, run(jnp.float32), rtol=1e-5)
 
 
-def dropped_by_row(ids, mask, num_blocks, factor):
+def dropped_by_row(ids, mask, factor):
     """Returns (ids with E for dropped assignments, their number), in the order of tokens."""
     ids, num_dropped = np.array(ids), 0
     for b in range(B):
-        balanced = np.sum(mask[b]) * K / num_blocks  # Of the sequence's own tokens.
-        free = np.full(num_blocks, max(1, int(np.ceil(factor * balanced))))
+        balanced = np.sum(mask[b]) * K / E  # Of the sequence's own tokens.
+        free = np.full(E, max(1, int(np.ceil(factor * balanced))))
         for s, k in np.ndindex(S, K):
-            block = ids[b, s, k] * num_blocks // E
-            if mask[b, s] and free[block] == 0:
+            expert = ids[b, s, k]
+            if mask[b, s] and free[expert] == 0:
                 ids[b, s, k] = E
                 num_dropped += 1
             elif mask[b, s]:
-                free[block] -= 1
+                free[expert] -= 1
     return jnp.asarray(ids), num_dropped
 
 
-# Blocks as large as a device's experts, smaller, larger, and blocks across two devices.
+# One mesh in every run, the others among the slow tests.
 DROPS = [
-    ("capacity", 8, MESHES[3], "random"),
-    ("ragged", 2, MESHES[0], "skewed to one device"),
+    (MESHES[3], "random"),
     *(
-        pytest.param(name, num_blocks, mesh, routing, marks=pytest.mark.slow)
-        for name in ("ragged", "ring", "capacity")
-        for num_blocks in ((8,) if name == "capacity" else (1, 2, 4, 8))
+        pytest.param(mesh, routing, marks=pytest.mark.slow)
         for mesh in MESHES
         for routing in ("random", "skewed to one device", "no token of some rows")
     ),
 ]
 
 
-@pytest.mark.parametrize(("name", "num_blocks", "mesh", "routing"), DROPS, ids=str)
-def test_the_same_assignments_are_dropped_on_every_mesh(name, num_blocks, mesh, routing):
-    factor, fields = 0.6, {"buffer_factor": 0.6, "buffer_blocks": num_blocks}
-    made = layer(name, **({"capacity_factor": factor} if name == "capacity" else fields))
+@pytest.mark.parametrize(("mesh", "routing"), DROPS, ids=str)
+def test_the_same_assignments_are_dropped_on_every_mesh(mesh, routing):
+    made = layer("capacity", capacity_factor=0.6)
     ids, mask = ROUTINGS[routing]
-    ids, num_dropped = dropped_by_row(ids, mask, num_blocks, factor)
+    ids, num_dropped = dropped_by_row(ids, mask, 0.6)
     assert num_dropped > 0
     (y, _), grads = pulled(layer("dense"), PARAMS, X, WEIGHTS, ids, mask, GRAD)
     want = (y, np.float32(num_dropped)), grads
     check(pulled(made, PARAMS, X, WEIGHTS, *ROUTINGS[routing], GRAD), want)
     check(on_mesh(mesh, made, ROUTINGS[routing]), want)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ragged", pytest.param("ring", marks=pytest.mark.slow)])
-def test_the_rows_of_a_buffer_follow_its_factor(name):
-    n, even = 4, B * S * K // 8  # Assignments per device of eight.
-    worst = n * B * S // 8 * min(K, E // n)
-    for want, fields in (
-        (worst, {"round_factor": None}),
-        (even, {"buffer_factor": 1.0}),
-        (even * 3 // 2, {"buffer_factor": 1.5}),
-        (2 * even, {"buffer_factor": 1.0, "buffer_blocks": 2}),
-    ):
-        assert rows_held(name, n, **fields) == want, fields
 
 
 @pytest.mark.parametrize("name", ["ragged", pytest.param("ring", marks=pytest.mark.slow)])
@@ -250,21 +232,6 @@ def rows_held(name, n, **fields):
     with jax.set_mesh(create_device_mesh(mesh_shape_from_axes(expert=n, fsdp=8 // n))):
         program = pulled.lower(made, params, X, WEIGHTS, *ROUTINGS["random"], GRAD).as_text()
     return max(int(rows) for rows in re.findall(r"tensor<(\d+)x24xf32>", program)) // 8
-
-
-@pytest.mark.parametrize("name", ["ragged", "ring"])
-def test_blocks_that_do_not_divide_the_experts_are_refused(name, caplog):
-    message = r"Dispatcher.buffer_blocks.*5.*divide 8"
-    with pytest.raises(ValueError, match=message):
-        pulled(
-            layer(name, buffer_factor=1.0, buffer_blocks=5),
-            *(PARAMS, X, WEIGHTS, *ROUTINGS["random"], GRAD),
-        )
-    with pytest.raises(ValueError, match=r"Dispatcher.buffer_blocks.*0"):
-        layer(name, buffer_blocks=0)
-    assert not caplog.records
-    layer(name, buffer_blocks=2)
-    assert "buffer_blocks=2 has no effect" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def put_out(self, routing, num_dropped):
     balance = LoadBalanceLoss.default_config().set(
         weight=float(self.config.num_experts_per_token), scope=BalanceScope.ALL_LAYERS
     )
-    self._add_balance_loss(routing, balance)
+    self._add_balance_loss(routing, balance, jnp.sum(routing.mask, dtype=jnp.float32))
 
 
 @functools.cache

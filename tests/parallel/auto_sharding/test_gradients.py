@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import sharding_models
@@ -46,6 +46,49 @@ def test_gradients_equal_those_of_one_device(index, shape):
     with foreign_models():
         model = without_names(_MODELS[index]())
         assert gradient_error(model, _found(model, shape), _mesh(shape)) < 1e-5
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (2, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("window", "stride", "dilation"),
+    [(2, 2, 1), (4, 4, 1), (14, 14, 1), (16, 16, 1), (16, 2, 1), (4, 1, 2)],
+)
+def test_gradients_of_convolutions_equal_those_of_one_device(window, stride, dilation, shape):
+    """Patch embeddings, whose batch is not placed, with positions of the image and the patches."""
+    size = 2 * window if stride == window else 32
+    patches = (size - dilation * (window - 1) - 1) // stride + 1
+
+    def loss(params, x):
+        y = jax.lax.conv_general_dilated(
+            x + params["pixel"][None],
+            params["kernel"],
+            (stride, stride),
+            "VALID",
+            rhs_dilation=(dilation, dilation),
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+        y = jnp.tanh((y + params["position"][None]).reshape(len(x), -1, 128) @ params["up"])
+        return jnp.square(y @ params["down"]).mean()
+
+    shapes = {
+        "kernel": (window, window, 3, 128),
+        "pixel": (size, size, 3),
+        "position": (patches, patches, 128),
+        "up": (128, 512),
+        "down": (512, 128),
+    }
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    arrays = zip(shapes.items(), keys, strict=True)
+    params = {name: 0.1 * jax.random.normal(key, each) for (name, each), key in arrays}
+    x = jax.random.normal(jax.random.key(1), (8, size, size, 3))
+    specs = auto_partition_specs(loss, params, x, num_shards=shape[1], fsdp_shards=shape[0]).specs
+    mesh, step = _mesh(shape), jax.jit(jax.value_and_grad(loss))
+    placed = {
+        name: jax.device_put(p, NamedSharding(mesh, specs[name])) for name, p in params.items()
+    }
+    found, right = jax.device_get(step(placed, x)), jax.device_get(step(params, x))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
 
 
 def test_fsdp_gathers_parameters_where_they_are_used():

@@ -370,6 +370,27 @@ def test_shapes_alone_give_columns_and_rows():
     assert found.specs == {"a": P(None, "model"), "b": P("model")}
 
 
+@pytest.mark.parametrize("axis", ["model", "fsdp"])
+def test_an_override_in_a_window_is_refused(axis):
+    convolve = lambda p, x: jax.lax.conv_general_dilated(x, p["kernel"], (4,), "VALID")
+    params, x = {"kernel": jnp.zeros((8, 8, 4))}, jnp.zeros((8, 8, 32))
+    with pytest.raises(UserError, match=f"kernel: .*'{axis}'.* shards dimension 2"):
+        auto_partition_specs(
+            convolve,
+            params,
+            x,
+            num_shards=4,
+            fsdp_shards=2,
+            overrides=[("kernel", P(None, None, axis))],
+        )
+
+
+def test_shapes_alone_shard_no_square_window():
+    params = {"kernel": jnp.zeros((16, 16, 3, 768)), "head": jnp.zeros((768, 1000))}
+    found = auto_partition_specs(None, params, num_shards=4, fsdp_shards=2)
+    assert found.specs["kernel"] == P(None, None, None, "model")
+
+
 @pytest.mark.parametrize("given", [P("fsdp"), P(None, ("fsdp", "model"))])
 def test_an_override_may_shard_storage(given):
     found = auto_partition_specs(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moelib.core.errors import UserError
 from moelib.core.jaxpr import num_consts_and_carries, walk
 from moelib.core.module import functional
 from moelib.kernels.backend import use_backends
@@ -257,3 +258,13 @@ def test_a_scan_in_a_shard_map_that_checks_axes_is_split():
         assert passes.saved
         assert passes.deferred
         assert vjp(gradients)[0].shape == weights.shape
+
+
+def test_a_side_effect_in_a_loop_over_layers_is_refused():
+    def step(x, weight):
+        jax.debug.print("{}", x[0])
+        return x * weight, None
+
+    fn = lambda params, x, others, same: (jax.lax.scan(step, x, params)[0], ())
+    with pytest.raises(UserError, match=r"mesh axis pipeline: .* debug_"):
+        split_passes(fn, jnp.ones((2, 3)), jnp.ones(3), (), ())

@@ -321,31 +321,6 @@ def test_slots_are_distinguished_from_tokens():
     assert read_workload(cfg).block.routed / found == pytest.approx(2, rel=0.02)
 
 
-def test_routed_rows_do_not_depend_on_the_receive_capacity(tiny):
-    cfg, work, _ = tiny
-    cfg = cfg.clone()
-    cfg.model.decoder.block[0].feed_forward.dispatcher.buffer_factor = 0.5
-    read = read_workload(cfg)
-    assert read.block == work.block
-    each = Candidate(EIGHT, Mesh((("expert", 8),)), 1, 1, NONE)
-    whole = Placement(work, each, rules_of(cfg)).memory(each)["dispatch"]
-    held = Placement(read, each, rules_of(cfg)).memory(each)["dispatch"]
-    assert held / whole == 0.5 / 1.25  # A round holds 1.25 times K rows.
-
-
-def test_the_receive_capacity_grows_with_devices_beyond_the_blocks_of_experts(tiny):
-    cfg, work, _ = tiny
-    work = dataclasses.replace(
-        work,
-        moe=dataclasses.replace(work.moe, buffer_factor=1.5, buffer_blocks=2, round_factor=None),
-    )
-    held = {}
-    for n in (1, 2, 4, 8):
-        each = Candidate(describe(f"h100:1x{n}"), Mesh((("expert", n),)), 1, 1, NONE)
-        held[n] = Placement(work, each, rules_of(cfg)).memory(each)["dispatch"]
-    assert [held[n] / held[1] for n in (2, 4, 8)] == [1.5, 3, 6]
-
-
 def test_weights_of_layers_are_gathered_for_each_pass():
     cfg = tiny_moe.config().clone()
     cfg.model.decoder.block = cfg.model.decoder.first_layers

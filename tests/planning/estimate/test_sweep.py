@@ -49,8 +49,8 @@ def test_a_topology_that_cannot_take_the_mesh_leaves_the_others():
 
 def test_errors_of_the_traced_model_are_plan_errors():
     cfg = tiny_moe.config().clone()
-    cfg.model.decoder.block[0].feed_forward.dispatcher.set(buffer_factor=1.5, buffer_blocks=3)
-    with pytest.raises(UserError, match=r"buffer_blocks.*3"):
+    cfg.model.decoder.block[0].feed_forward.dispatcher.round_factor = -1.0
+    with pytest.raises(UserError, match=r"round_factor.*-1"):
         sweep(cfg, TOPOLOGIES)
 
 
