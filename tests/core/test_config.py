@@ -369,10 +369,7 @@ def test_a_named_config_is_found():
 
 def test_an_unknown_name_is_refused_with_the_nearest():
     module = experiment(**{"moe-tiny": Trainer.default_config, "moe-large": Trainer.default_config})
-    with pytest.raises(
-        InvalidConfigNameError,
-        match=r"'moe-tinny'.*'moe-tiny'",
-    ):
+    with pytest.raises(InvalidConfigNameError, match=r"'moe-tinny'.*'moe-tiny'"):
         get_named_trainer_config("moe-tinny", config_module=module)
 
 

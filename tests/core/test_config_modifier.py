@@ -3,10 +3,7 @@ from typing import Any
 import pytest
 
 from moelib.core.config import REQUIRED, Configurable, Required, config_class
-from moelib.core.config_modifier import (
-    ConfigModifier,
-    replace_layer_config_recursively,
-)
+from moelib.core.config_modifier import ConfigModifier, replace_layer_config_recursively
 
 
 class Dense(Configurable):

@@ -368,10 +368,7 @@ def test_a_context_of_another_name_has_the_state_of_its_module():
 def test_repetition_needs_a_context():
     with pytest.raises(RuntimeError, match=r"functional\(\)"):
         scan_in_context(lambda c, x: (c, x), carry=0, length=1, state={})
-    with (
-        pytest.raises(RuntimeError, match=r"functional\(\)"),
-        child_context("a"),
-    ):
+    with pytest.raises(RuntimeError, match=r"functional\(\)"), child_context("a"):
         pass
 
 

@@ -54,7 +54,11 @@ def run(ends, timeout=60):
     return {index: (processes[index].returncode, error) for index, error in errors.items()}
 
 
-@pytest.mark.parametrize("ends", [["error", "wait", "wait"], ["wait", "error", "wait"]])
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("ends", [["wait", "error", "wait"], slow(["error", "wait", "wait"])])
 def test_an_error_of_one_process_ends_all_with_its_message(ends):
     found = run(ends)
     failed = ends.index("error")
@@ -65,7 +69,7 @@ def test_an_error_of_one_process_ends_all_with_its_message(ends):
 
 
 @pytest.mark.parametrize(
-    "ends", [["kill", "wait", "wait"], ["wait", "wait", "kill"], ["kill", "follow"]]
+    "ends", [["kill", "wait", "wait"], slow(["wait", "wait", "kill"]), slow(["kill", "follow"])]
 )
 def test_a_killed_process_ends_all(ends):
     killed = ends.index("kill")
@@ -89,7 +93,7 @@ def test_processes_may_finish_at_different_times():
     ("ends", "message"),
     [
         (["wait", None, "wait", None], "no connection from processes 1, 3"),
-        (["wait", None], "no connection from process 1"),
+        slow(["wait", None], "no connection from process 1"),
         ([None, "wait"], "process 0 does not answer at localhost"),
     ],
 )

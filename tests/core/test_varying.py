@@ -3,13 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from moelib.core.varying import (
-    align,
-    struct_like_varying,
-    vary,
-    varying_axes,
-    zeros_like_varying,
-)
+from moelib.core.varying import align, struct_like_varying, vary, varying_axes, zeros_like_varying
 
 SPLIT, WHOLE = PartitionSpec("a"), PartitionSpec()
 

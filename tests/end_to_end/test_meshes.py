@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 
 from moelib.core.config import config_for_function
-from moelib.layers.moe.balance import (
-    BalanceScope,
-    BiasBalancing,
-    LoadBalanceLoss,
-    RouterZLoss,
-)
+from moelib.layers.moe.balance import BalanceScope, BiasBalancing, LoadBalanceLoss, RouterZLoss
 from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
 from moelib.layers.moe.dispatch_ragged import RingDispatcher
 from moelib.layers.moe.router import Router
@@ -153,10 +148,7 @@ def test_a_step_is_the_same_under_every_remat(axes, fields):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "dispatcher",
-    [
-        RingDispatcher.default_config(),
-        CapacityDispatcher.default_config().set(capacity_factor=4.0),
-    ],
+    [RingDispatcher.default_config(), CapacityDispatcher.default_config().set(capacity_factor=4.0)],
     ids=["ring", "capacity"],
 )
 def test_a_step_is_the_same_with_every_dispatcher(dispatcher):

@@ -36,20 +36,10 @@ ACTIVE = {
 }
 
 
-def counts(name):
-    cfg = open_models.named_trainer_configs()[name]()
-    return model_cost(cfg.model.instantiate(parent=None), seq_len=1024)
-
-
-@pytest.mark.parametrize("name", TOTAL)
+@pytest.mark.parametrize("name", open_models.named_trainer_configs())
 def test_parameter_counts_are_the_published_ones(name):
-    assert counts(name).total_parameters == TOTAL[name]
-
-
-@pytest.mark.parametrize("name", ACTIVE)
-def test_active_parameter_counts_are_the_published_ones(name):
-    assert round(counts(name).active_parameters / 1e9, 3) == ACTIVE[name]
-
-
-def test_every_model_has_a_published_count():
-    assert set(open_models.named_trainer_configs()) == set(TOTAL)
+    cfg = open_models.named_trainer_configs()[name]()
+    counts = model_cost(cfg.model.instantiate(parent=None), seq_len=1024)
+    assert counts.total_parameters == TOTAL[name]
+    if name in ACTIVE:
+        assert round(counts.active_parameters / 1e9, 3) == ACTIVE[name]

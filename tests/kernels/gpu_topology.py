@@ -4,7 +4,12 @@ Needs the packages of requirements-gpu-aot.txt, in an environment of their own. 
 architecture a process.
 """
 
+import pathlib
+import subprocess
+import sys
+
 import numpy as np
+import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
@@ -12,8 +17,6 @@ from moelib.planning.hardware.gpu_targets import PLUGIN, target_configs
 from moelib.planning.hlo.program import Program
 from moelib.planning.hlo.values import shape_bytes
 from moelib.planning.report.kernels import library
-
-__all__ = ["A100", "B200", "H100", "PLUGIN", "mesh", "traffic"]
 
 H100 = "NVIDIA H100 80GB HBM3"
 B200 = "NVIDIA B200"
@@ -43,3 +46,26 @@ def traffic(program: Program) -> tuple[int, int, int]:
         moved += own
         outside += 0 if library(each) == "mosaic gpu" else own
     return round(launches), round(moved), round(outside)
+
+
+def printed(module: str, *arguments: str) -> str:
+    """Returns what a module that compiles for GPUs prints, in a process of its own."""
+    pytest.importorskip(PLUGIN)
+    command = [sys.executable, "-m", module, *arguments]
+    root = pathlib.Path(__file__).parents[2]
+    done = subprocess.run(
+        command,
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    return done.stdout
+
+
+needs_hopper = pytest.mark.skipif(
+    "jax.default_backend() != 'gpu' or jax.devices()[0].compute_capability != '9.0'",
+    reason="no Hopper GPU",
+)

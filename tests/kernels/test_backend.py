@@ -3,17 +3,12 @@ import logging
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from moelib.kernels import backend
 from moelib.kernels.backend import BackendError, chosen_backend, run, use_backends, warn_once
+from tests.kernels.comparing import compiled_for
 
 FORMS = {"xla": lambda x: x + 1, "tpu": lambda x, interpret=False: x + (2 if interpret else 3)}
-
-
-def compiled_for(platform: str, kind: str):
-    device = AbstractDevice(device_kind=kind, num_cores=1, platform=platform)
-    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
 
 
 def test_the_argument_then_the_context_then_the_environment_decides(monkeypatch):
@@ -49,24 +44,20 @@ def test_a_function_is_traced_again_for_another_context():
 
 
 @pytest.mark.parametrize(
-    ("backends", "message"),
+    ("environment", "message"),
     [
-        ({"gmn": "xla"}, r"'gmn'.*cross_entropy, flash_attention"),
-        ({"gmm": "cudnn"}, "'cudnn'"),
+        ("gmn=xla", "'gmn'.*cross_entropy, flash_attention"),
+        ("gmm=cudnn", "'cudnn'"),
+        ("xla", "xla: .*kernel=backend"),
     ],
 )
-def test_unknown_names_are_refused_with_the_known_ones(backends, message, monkeypatch):
-    ((kernel, name),) = backends.items()
-    with pytest.raises(BackendError, match=message), use_backends(backends):
-        pass
-    monkeypatch.setenv(backend.ENVIRONMENT, f"{kernel}={name}")
-    with pytest.raises(BackendError, match=f"MOELIB_KERNEL_BACKEND={kernel}={name}: .*{message}"):
-        chosen_backend("gmm")
-
-
-def test_a_malformed_environment_is_refused(monkeypatch):
-    monkeypatch.setenv(backend.ENVIRONMENT, "xla")
-    with pytest.raises(BackendError, match="MOELIB_KERNEL_BACKEND=xla: set kernel=backend"):
+def test_unknown_names_are_refused_with_the_known_ones(environment, message, monkeypatch):
+    kernel, _, name = environment.partition("=")
+    if name:
+        with pytest.raises(BackendError, match=message), use_backends({kernel: name}):
+            pass
+    monkeypatch.setenv(backend.ENVIRONMENT, environment)
+    with pytest.raises(BackendError, match=f"MOELIB_KERNEL_BACKEND=.*{message}"):
         chosen_backend("gmm")
 
 
@@ -83,7 +74,7 @@ def test_without_a_choice_the_platform_lowered_for_decides():
 def test_operands_that_the_kernel_of_the_platform_cannot_take_are_computed_in_plain_xla(caplog):
     warn_once.cache_clear()
     reasons = {"tpu": "takes bfloat16; cast to it."}
-    with compiled_for("tpu", "TPU v6 lite"), caplog.at_level(logging.WARNING):
+    with compiled_for("TPU v6 lite"), caplog.at_level(logging.WARNING):
         assert run("gmm", None, FORMS, reasons, 0) == 1
         with pytest.raises(BackendError, match=r"backend 'tpu' takes bfloat16.*=gmm=xla"):
             run("gmm", "tpu", FORMS, reasons, 0)
@@ -99,10 +90,10 @@ def test_a_kernel_of_another_platform_is_interpreted_on_cpus_and_refused_elsewhe
     assert [r.getMessage().split(" on CPUs")[0] for r in caplog.records] == [
         "gmm: backend 'tpu' is interpreted"
     ]
-    with compiled_for("tpu", "TPU v6 lite"):
+    with compiled_for("TPU v6 lite"):
         assert run("gmm", "tpu", FORMS, {}, 0) == 3
     with (
-        compiled_for("gpu", "NVIDIA H100"),
+        compiled_for("NVIDIA H100"),
         pytest.raises(BackendError, match=r"'tpu'.*NVIDIA H100.*=gmm=xla"),
     ):
         run("gmm", "tpu", FORMS, {}, 0)

@@ -52,9 +52,3 @@ def test_initial_average_does_not_share_buffers_with_the_parameters():
 
 def test_no_decay_is_no_average():
     assert param_ema() is None
-
-
-@pytest.mark.parametrize("decay", [1.0, -0.1])
-def test_decay_out_of_range_is_refused(decay):
-    with pytest.raises(ValueError, match=f"{decay}"):
-        param_ema(decay=decay)

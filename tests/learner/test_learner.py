@@ -6,7 +6,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from moelib.core import config_parse, tree
-from moelib.core.config import RequiredFieldMissingError, UnknownFieldError
 from moelib.core.metrics import weighted
 from moelib.core.param import is_spec
 from moelib.core.precision import cast_floats
@@ -189,10 +188,7 @@ def test_everything_frozen():
 
 
 def test_rules_have_their_own_optimizers():
-    rules = [
-        ("layer/qkv", UpdateType.OPTIMIZERS),
-        ("layer/.*", SGD.clone(learning_rate=0.5)),
-    ]
+    rules = [("layer/qkv", UpdateType.OPTIMIZERS), ("layer/.*", SGD.clone(learning_rate=0.5))]
     out = step(make_learner(ADAMW, update_rules=rules))
     gradients = gradients_like(PARAMS, 0)
     expected = PARAMS["layer"]["scale"] - 0.5 * gradients["layer"]["scale"]
@@ -202,19 +198,6 @@ def test_rules_have_their_own_optimizers():
     assert set(out.state.optimizer) == {"main", "rule1"}
     moments = tree.by_path(out.state.optimizer["main"][0].mu)
     assert set(moments) == {"emb/weight", "layer/qkv"}
-
-
-@pytest.mark.parametrize(
-    ("rules", "message"),
-    [
-        ([("layer/qkw", UpdateType.NO_UPDATE)], "update_rules: .*'layer/qkw'.*'layer/qkv'"),
-        ([("layer/.*", SGD), ("layer/qkv", UpdateType.NO_UPDATE)], "'layer/qkv'"),
-        ([("layer/bias", SGD)], "'layer/bias'"),
-    ],
-)
-def test_rules_without_effect_are_refused(rules, message):
-    with pytest.raises(ValueError, match=message):
-        make_learner(ADAMW, update_rules=rules)
 
 
 # Steps that are not taken.
@@ -255,13 +238,6 @@ def test_bad_step_changes_no_bit(bad, cautious):
     assert float(after.metrics["skipped_steps"]) == 1.0
 
 
-def test_good_steps_are_the_same_with_a_skip_policy():
-    skip = fn(transforms.skip_bad_steps)
-    with_policy = run(make_learner(ADAMW, skip=skip), PARAMS, 3)
-    without = run(make_learner(ADAMW), PARAMS, 3)
-    assert_close(with_policy.params, without.params)
-
-
 def test_without_a_policy_a_bad_step_is_taken():
     gradients = jax.tree.map(lambda g: g * jnp.nan, PARAMS)
     out = step(make_learner(ADAMW), gradients=gradients, loss=jnp.float32(jnp.nan))
@@ -270,12 +246,6 @@ def test_without_a_policy_a_bad_step_is_taken():
 
 
 # The average.
-
-
-def test_average_of_the_first_step_is_its_parameters():
-    learner = make_learner(ADAMW, ema=ema_config(0.999))
-    out = run(learner, PARAMS, 1)
-    assert_same_bits(learner.eval_params(out.state, out.params), out.params)
 
 
 def test_average_lags_behind_and_excludes_parameters_without_updates():
@@ -291,8 +261,8 @@ def test_average_lags_behind_and_excludes_parameters_without_updates():
 
 def test_average_has_the_dtype_of_the_parameters():
     learner = make_learner(ADAMW, ema=ema_config(0.5))
-    out = run(learner, arrays(SPECS, dtype="bfloat16"), 1)
-    average = learner.eval_params(out.state, out.params)
+    params = arrays(SPECS, dtype="bfloat16")
+    average = jax.eval_shape(lambda p: learner.eval_params(learner.init(p), p), params)
     assert {leaf.dtype for leaf in jax.tree.leaves(average)} == {jnp.dtype("bfloat16")}
 
 
@@ -328,9 +298,9 @@ def test_schedule_free_optimizers_are_evaluated_at_their_own_point(skip):
 @pytest.mark.parametrize(
     "optimizer",
     [
-        ADAMW,
+        pytest.param(ADAMW, marks=pytest.mark.slow),
         fn(optimizers.adafactor_optimizer, learning_rate=0.1, min_dim_size_to_factor=4),
-        fn(optimizers.muon_optimizer, learning_rate=0.1),
+        pytest.param(fn(optimizers.muon_optimizer, learning_rate=0.1), marks=pytest.mark.slow),
     ],
 )
 def test_update_on_a_mesh_is_the_same_with_the_state_sharded_as_specified(optimizer):
@@ -362,8 +332,6 @@ def test_update_on_a_mesh_is_the_same_with_the_state_sharded_as_specified(optimi
 @pytest.mark.parametrize(
     "optimizer",
     [
-        fn(optax.adamw, learning_rate=0.1),
-        fn(optax.lamb, learning_rate=0.1),
         fn(optax.adafactor, learning_rate=0.1),
         fn(optax.contrib.schedule_free_adamw, learning_rate=0.1),
     ],
@@ -382,7 +350,7 @@ def test_third_party_optimizers_under_a_skip_policy(optimizer):
 
 def test_accumulated_step_is_the_step_of_the_whole_batch():
     learner = make_learner(fn(optimizers.adamw_optimizer, learning_rate=0.1, eps=1e-3))
-    batch = jax.random.normal(jax.random.key(5), (8, 6))
+    batch = np.random.default_rng(5).standard_normal((8, 6), np.float32)
 
     def gradients(batch, state):
         def objective(params):
@@ -397,40 +365,6 @@ def test_accumulated_step_is_the_step_of_the_whole_batch():
         total = accumulate(gradients, batch, num_microbatches=num_microbatches)
         results.append(step(learner, gradients=total.gradients, loss=total.objective))
     assert_close(results[0].params, results[1].params)
-
-
-# Bad input.
-
-
-def test_missing_gradient_is_refused():
-    gradients = {"layer": gradients_like(PARAMS, 0)["layer"]}
-    with pytest.raises(ValueError, match=r"'emb/weight'.*.16, 6."):
-        step(make_learner(ADAMW), gradients=gradients)
-
-
-def test_gradient_of_another_shape_is_refused():
-    gradients = {**gradients_like(PARAMS, 0), "emb": {"weight": jnp.ones((6, 16))}}
-    with pytest.raises(ValueError, match=r"'emb/weight'.*.16, 6..*.6, 16"):
-        step(make_learner(ADAMW), gradients=gradients)
-
-
-def test_parameters_of_another_model_are_refused():
-    with pytest.raises(ValueError, match=r"'emb/weight'.*param_specs"):
-        make_learner(ADAMW).init({"layer": PARAMS["layer"]})
-    with pytest.raises(ValueError, match="'new'"):
-        make_learner(ADAMW).init({**PARAMS, "new": jnp.ones(3)})
-
-
-def test_optimizer_of_another_type_is_refused():
-    with pytest.raises(ValueError, match="GradientTransformation"):
-        make_learner(fn(schedules.constant, peak_lr=1.0))
-
-
-def test_missing_optimizer_and_unknown_fields_are_refused():
-    with pytest.raises(RequiredFieldMissingError, match="optimizer"):
-        Learner.default_config().instantiate(parent=None, param_specs=SPECS)
-    with pytest.raises(UnknownFieldError, match="update_rules"):
-        Learner.default_config().update_rule = []
 
 
 def test_gradients_of_low_precision_are_clipped_and_scaled_in_float32():

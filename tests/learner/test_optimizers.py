@@ -5,7 +5,6 @@ import optax
 import pytest
 
 from moelib.core import tree
-from moelib.core.errors import UserError
 from moelib.core.param import FanAxes, ParameterSpec
 from moelib.learner import optimizers, schedules, transforms
 from tests.learner.example import (
@@ -62,42 +61,25 @@ def numpy_adamw(num_steps, *, lr, b1, b2, eps, decay, lr_times_decay):
     return out
 
 
-def test_adamw_equals_the_paper_in_float64():
-    optimizer = optimizers.adamw_optimizer(
-        schedules.constant(0.01, warmup_steps=4), b1=0.8, b2=0.95, eps=1e-6, weight_decay=0.1
-    )
-    expected = numpy_adamw(
-        6,
-        lr=lambda t: 0.01 * min(t / 4, 1),
-        b1=0.8,
-        b2=0.95,
-        eps=1e-6,
-        decay=0.1,
-        lr_times_decay=True,
-    )
-    got = tree.by_path(run_optimizer(optimizer, PARAMS, 6))
-    assert_close(got, expected, rtol=1e-5, atol=1e-5)
+WARMUP, FULL = (schedules.constant(peak, warmup_steps=4) for peak in (0.01, 1.0))
 
 
-def test_decoupled_decay_does_not_change_with_the_learning_rate():
-    optimizer = optimizers.adamw_decoupled_optimizer(
-        0.01,
-        b1=0.8,
-        b2=0.95,
-        eps=1e-6,
-        weight_decay=0.1,
-        update_schedule=schedules.constant(1.0, warmup_steps=4),
-    )
-    expected = numpy_adamw(
-        6,
-        lr=lambda t: 0.01 * min(t / 4, 1),
-        b1=0.8,
-        b2=0.95,
-        eps=1e-6,
-        decay=0.1,
-        lr_times_decay=False,
-    )
-    got = tree.by_path(run_optimizer(optimizer, PARAMS, 6))
+@pytest.mark.parametrize(
+    ("make", "rates", "lr_times_decay"),
+    [
+        (optimizers.adamw_optimizer, {"learning_rate": WARMUP}, True),
+        (
+            optimizers.adamw_decoupled_optimizer,
+            {"learning_rate": 0.01, "update_schedule": FULL},
+            False,
+        ),
+    ],
+)
+def test_adamw_equals_the_paper_in_float64(make, rates, lr_times_decay):
+    fields = {"b1": 0.8, "b2": 0.95, "eps": 1e-6}
+    lr = lambda t: 0.01 * min(t / 4, 1)
+    expected = numpy_adamw(6, lr=lr, decay=0.1, lr_times_decay=lr_times_decay, **fields)
+    got = tree.by_path(run_optimizer(make(**rates, weight_decay=0.1, **fields), PARAMS, 6))
     assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -110,14 +92,8 @@ def test_decoupled_decay_does_not_change_with_the_learning_rate():
             optax.sgd(0.1, momentum=0.9, nesterov=True),
         ),
         (optimizers.adam_optimizer(0.1, b2=0.9), optax.adam(0.1, b2=0.9)),
-        (
-            optimizers.adamw_optimizer(0.1, weight_decay=0.2),
-            optax.adamw(0.1, weight_decay=0.2),
-        ),
-        (
-            optimizers.lion_optimizer(0.1, weight_decay=0.2),
-            optax.lion(0.1, weight_decay=0.2),
-        ),
+        (optimizers.adamw_optimizer(0.1, weight_decay=0.2), optax.adamw(0.1, weight_decay=0.2)),
+        (optimizers.lion_optimizer(0.1, weight_decay=0.2), optax.lion(0.1, weight_decay=0.2)),
         (
             optimizers.adafactor_optimizer(0.1, min_dim_size_to_factor=4),
             optax.adafactor(0.1, min_dim_size_to_factor=4),
@@ -154,11 +130,7 @@ def test_muon_equals_that_of_optax_on_plain_matrices(consistent_rms):
         0.1, consistent_rms=consistent_rms, weight_decay=0.1, param_specs=specs
     )
     theirs = optax.contrib.muon(
-        0.1,
-        consistent_rms=consistent_rms,
-        weight_decay=0.1,
-        adam_weight_decay=0.1,
-        adam_b2=0.95,
+        0.1, consistent_rms=consistent_rms, weight_decay=0.1, adam_weight_decay=0.1, adam_b2=0.95
     )
     got, expected = run_optimizer(ours, params), run_optimizer(theirs, params)
     # Optax gives the other parameters an Adam with Nesterov momentum, too.
@@ -188,21 +160,6 @@ def test_adam_updates_embeddings_vectors_and_named_weights_of_muon():
     assert set(others) == {"emb/weight", "layer/scale", "layer/qkv", "layer/bias"}
 
 
-def test_muon_requires_specs():
-    with pytest.raises(ValueError, match=r"param_specs.*None"):
-        optimizers.muon_optimizer(1.0)
-
-
-def test_muon_rule_without_a_match_is_refused():
-    with pytest.raises(ValueError, match=r"adam_paths:.*'layers/.*'"):
-        optimizers.muon_optimizer(1.0, param_specs=SPECS, adam_paths=["layers/.*"])
-
-
-def test_decoupled_adamw_refuses_a_schedule_as_learning_rate():
-    with pytest.raises(ValueError, match="update_schedule"):
-        optimizers.adamw_decoupled_optimizer(schedules.constant(1.0))
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_scan_and_loop_get_the_same_update(name):
     clip = fn(transforms.clip_by_global_norm, max_norm=1.0)
@@ -218,7 +175,9 @@ def test_scan_and_loop_get_the_same_update(name):
 @pytest.mark.parametrize("name", ALL)
 def test_moments_of_low_precision_parameters_are_float32(name):
     learner = make_learner(ALL[name])
-    out = run(learner, arrays(SPECS, dtype="bfloat16"), 2)
+    params = arrays(SPECS, dtype="bfloat16")
+    state = jax.eval_shape(learner.init, params)
+    out = jax.eval_shape(update_of(learner), params, state, params)
     assert out.params["layer"]["qkv"].dtype == jnp.bfloat16
     moments = tree.flatten_items(out.state.optimizer)
     assert all(leaf.dtype in (jnp.float32, jnp.int32) for _, leaf in moments)
@@ -234,28 +193,3 @@ def test_decay_follows_the_specs(name):
     for group, leaf in (("layer", "experts"), ("emb", "weight")):
         assert_close(out.params[group][leaf], shrunk[group][leaf])
     np.testing.assert_array_equal(out.params["layer"]["scale"], PARAMS["layer"]["scale"])
-
-
-def test_nesterov_without_momentum_is_refused():
-    with pytest.raises(ValueError, match="nesterov=True"):
-        optimizers.sgd_optimizer(0.1, nesterov=True)
-
-
-@pytest.mark.parametrize("rate", [-0.1, 1.0, 2.0, float("nan")])
-@pytest.mark.parametrize(
-    ("name", "field"),
-    [
-        ("adafactor", "b1"),
-        ("adam", "b2"),
-        ("adamw", "b1"),
-        ("adamw_decoupled", "b2"),
-        ("lion", "b1"),
-        ("muon", "beta"),
-        ("sgd", "momentum"),
-    ],
-)
-def test_decay_rates_are_below_one(name, field, rate):
-    make = getattr(optimizers, f"{name}_optimizer")
-    settings = {"param_specs": {}} if name == "muon" else {}
-    with pytest.raises(UserError, match=f"{field} is {rate}"):
-        make(0.1, **{field: rate}, **settings)

@@ -22,8 +22,8 @@ def test_backends_of_the_config_hold_in_the_step(tmp_path):
 
 def test_a_backend_of_a_kernel_that_no_layer_uses_is_reported(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(backend, "_traced", {})
-    cfg = tiny.trainer_config(tmp_path, model=tiny.model_config(), evaler=False)
-    cfg.kernel_backends = {"gmm": "xla", "quantized_matmul": "reference"}
+    cfg = tiny.trainer_config(tmp_path, model=tiny.dense_model(32), evaler=False)
+    cfg.kernel_backends = {"cross_entropy": "xla", "quantized_matmul": "reference"}
     cfg.instantiate(parent=None).compile_train_step()
     (record,) = [r for r in caplog.records if "kernel_backends" in r.getMessage()]
     assert "kernel_backends['quantized_matmul'] is 'reference', but" in record.getMessage()

@@ -10,7 +10,7 @@ import functools
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -108,9 +108,31 @@ def exportable() -> SpmdTrainer.Config:
     return cfg
 
 
+class Bug(NamedTuple):
+    """A bug, the check that finds it first, and a trainer that has what it is planted in."""
+
+    plant: Callable[[Patch], None]
+    check: str
+    config: Callable[[], SpmdTrainer.Config]
+
+
+BUGS: list[Bug] = []
+
+
+def found_by(check: str, config: Callable[[], SpmdTrainer.Config] = rich) -> Any:
+    """Returns a decorator that lists a bug in BUGS."""
+
+    def register(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        BUGS.append(Bug(plant, check, config))
+        return plant
+
+    return register
+
+
 # -- a: references of layers -----------------------------------------------------------------------
 
 
+@found_by("kernels")
 def mask_off_by_one_at_blocks(patch: Patch) -> None:
     """The first query of a block of 64 sees the key after it."""
     known = attention_xla.attention_mask
@@ -123,6 +145,7 @@ def mask_off_by_one_at_blocks(patch: Patch) -> None:
     patch(attention_xla, "attention_mask", mask)
 
 
+@found_by("kernels")
 def document_at_a_block_sees_its_predecessor(patch: Patch) -> None:
     """A document that begins at a multiple of 64 sees the token before it."""
     known = attention_xla.attention_mask
@@ -135,6 +158,7 @@ def document_at_a_block_sees_its_predecessor(patch: Patch) -> None:
     patch(attention_xla, "attention_mask", mask)
 
 
+@found_by("plain")
 def weight_of_the_first_expert_for_the_second(patch: Patch) -> None:
     """Where a token's best expert is expert 0, its second has the weight of the first."""
     known = dispatch.run_sorted
@@ -148,6 +172,7 @@ def weight_of_the_first_expert_for_the_second(patch: Patch) -> None:
     patch(dispatch, "run_sorted", run_sorted)
 
 
+@found_by("layers")
 def attention_scale_of_the_model_width(patch: Patch) -> None:
     """Scores are divided by the root of twice the head's width."""
     known = GroupedQueryAttention._attend
@@ -158,6 +183,7 @@ def attention_scale_of_the_model_width(patch: Patch) -> None:
     patch(GroupedQueryAttention, "_attend", attend)
 
 
+@found_by("layers")
 def z_loss_of_the_probabilities(patch: Patch) -> None:
     """The router z-loss squares the logsumexp of other logits."""
     known = moe_layer.router_z_loss
@@ -166,6 +192,7 @@ def z_loss_of_the_probabilities(patch: Patch) -> None:
     )
 
 
+@found_by("layers")
 def balance_loss_counts_only_the_best_expert(patch: Patch) -> None:
     """The balance loss counts the first of the K experts of a token."""
     known = moe_layer.load_balance_loss
@@ -176,6 +203,7 @@ def balance_loss_counts_only_the_best_expert(patch: Patch) -> None:
     patch(moe_layer, "load_balance_loss", loss)
 
 
+@found_by("layers")
 def root_of_the_mean_magnitude(patch: Patch) -> None:
     """RMSNorm divides by the mean of the magnitudes."""
 
@@ -185,6 +213,7 @@ def root_of_the_mean_magnitude(patch: Patch) -> None:
     patch(norm.RMSNorm, "forward", _in_context(forward))
 
 
+@found_by("layers")
 def latent_attention_with_other_scores(patch: Patch) -> None:
     known = LatentAttention._attend
 
@@ -194,16 +223,19 @@ def latent_attention_with_other_scores(patch: Patch) -> None:
     patch(LatentAttention, "_attend", attend)
 
 
+@found_by("layers")
 def half_the_output_of_dense_layers(patch: Patch) -> None:
     known = FeedForward.forward
     patch(FeedForward, "forward", lambda self, *args: known(self, *args) / 2)
 
 
+@found_by("layers")
 def sigmoid_for_silu(patch: Patch) -> None:
     swiglu = {Activation.SWIGLU: lambda gate, up: jax.nn.sigmoid(gate) * up}
     patch(activation, "_GATED", activation._GATED | swiglu)
 
 
+@found_by("layers")
 def rotation_of_neighbors(patch: Patch) -> None:
     """Frequencies belong to entries 2i and 2i + 1, as in another convention of checkpoints."""
     known = rope.RotaryEmbedding.forward
@@ -215,6 +247,7 @@ def rotation_of_neighbors(patch: Patch) -> None:
     patch(rope.RotaryEmbedding, "forward", forward)
 
 
+@found_by("layers")
 def hidden_states_of_another_scale(patch: Patch) -> None:
     known = CausalLM.hidden
 
@@ -224,11 +257,13 @@ def hidden_states_of_another_scale(patch: Patch) -> None:
     patch(CausalLM, "hidden", hidden)
 
 
+@found_by("layers", functools.partial(rich, scope=BalanceScope.GLOBAL_BATCH))
 def balance_loss_without_earlier_microbatches(patch: Patch) -> None:
     known = moe_layer.load_balance_loss
     patch(moe_layer, "load_balance_loss", lambda *args: known(*args[:-1]))
 
 
+@found_by("layers", functools.partial(rich, scope=BalanceScope.ALL_LAYERS))
 def balance_loss_of_the_last_layer(patch: Patch) -> None:
     """The pooled loss is that of the last layers alone, those of one scan."""
     known = tree.flatten_items
@@ -239,6 +274,7 @@ def balance_loss_of_the_last_layer(patch: Patch) -> None:
     patch(balance, "tree", SimpleNamespace(flatten_items=items))
 
 
+@found_by("layers")
 def positions_of_the_first_sequence(patch: Patch) -> None:
     known = TransformerLayer.forward
 
@@ -249,6 +285,7 @@ def positions_of_the_first_sequence(patch: Patch) -> None:
     patch(TransformerLayer, "forward", forward)
 
 
+@found_by("layers")
 def positions_to_15(patch: Patch) -> None:
     known = rope.RotaryEmbedding.forward
 
@@ -258,6 +295,7 @@ def positions_to_15(patch: Patch) -> None:
     patch(rope.RotaryEmbedding, "forward", forward)
 
 
+@found_by("layers", functools.partial(rich, dispatcher=CapacityDispatcher))
 def capacity_for_the_last_tokens(patch: Patch) -> None:
     """The first assignments of a sequence are dropped, not the last ones."""
     known = dispatch_capacity.within_capacity
@@ -268,6 +306,7 @@ def capacity_for_the_last_tokens(patch: Patch) -> None:
     patch(dispatch_capacity, "within_capacity", within)
 
 
+@found_by("layers", functools.partial(rich, dispatcher=CapacityDispatcher))
 def capacity_of_half_the_tokens(patch: Patch) -> None:
     known = dispatch.sequence_capacity
     patch(dispatch, "sequence_capacity", lambda per_token, num: known(per_token, num / 2))
@@ -276,12 +315,14 @@ def capacity_of_half_the_tokens(patch: Patch) -> None:
 # -- b: gradients ----------------------------------------------------------------------------------
 
 
+@found_by("derivatives")
 def auxiliary_loss_without_gradient(patch: Patch) -> None:
     known = moe_layer.router_z_loss
     stop = jax.lax.stop_gradient
     patch(moe_layer, "router_z_loss", lambda logits, mask: stop(known(logits, mask)))
 
 
+@found_by("derivatives")
 def combine_weights_without_gradient(patch: Patch) -> None:
     known = dispatch.run_sorted
 
@@ -291,11 +332,13 @@ def combine_weights_without_gradient(patch: Patch) -> None:
     patch(dispatch, "run_sorted", run_sorted)
 
 
+@found_by("kernels")
 def sinks_with_half_their_gradient(patch: Patch) -> None:
     known = passes.sinks_gradient
     patch(passes, "sinks_gradient", lambda *args: known(*args) / 2)
 
 
+@found_by("kernels")
 def weight_gradient_without_the_last_row(patch: Patch) -> None:
     """The gradient of an expert's matrix leaves out its last row."""
     known = gmm_xla.weight_gradient
@@ -307,6 +350,7 @@ def weight_gradient_without_the_last_row(patch: Patch) -> None:
     patch(gmm_xla, "weight_gradient", gradient)
 
 
+@found_by("derivatives")
 def norm_with_a_constant_root(patch: Patch) -> None:
     """The gradient of RMSNorm takes the root mean square as a constant."""
 
@@ -318,6 +362,7 @@ def norm_with_a_constant_root(patch: Patch) -> None:
     patch(norm.RMSNorm, "forward", _in_context(forward))
 
 
+@found_by("derivatives")
 def z_loss_with_half_its_gradient(patch: Patch) -> None:
     """The loss of the vocabulary's logits has its z-loss, whose gradient has no factor of 2."""
     known = CausalLM.forward
@@ -336,10 +381,12 @@ def z_loss_with_half_its_gradient(patch: Patch) -> None:
 # -- c: the same step in another form --------------------------------------------------------------
 
 
+@found_by("plain")
 def plain_mean_over_microbatches(patch: Patch) -> None:
     patch(step_module, "_shares", lambda *_: (1.0, 1.0))
 
 
+@found_by("plain")
 def scan_with_the_parameters_of_the_next_layer(patch: Patch) -> None:
     known = transformer.scan_in_context
 
@@ -349,6 +396,7 @@ def scan_with_the_parameters_of_the_next_layer(patch: Patch) -> None:
     patch(transformer, "scan_in_context", scan)
 
 
+@found_by("plain")
 def scan_without_state_updates(patch: Patch) -> None:
     """Repeated layers lose the updates of their own state."""
     known = context._Collecting.finish
@@ -362,6 +410,7 @@ def scan_without_state_updates(patch: Patch) -> None:
 # -- d: the learner --------------------------------------------------------------------------------
 
 
+@found_by("learner")
 def weight_decay_of_norm_scales(patch: Patch) -> None:
     known = transforms._scales
 
@@ -371,6 +420,7 @@ def weight_decay_of_norm_scales(patch: Patch) -> None:
     patch(transforms, "_scales", scales)
 
 
+@found_by("learner")
 def schedule_one_step_ahead(patch: Patch) -> None:
     known = transforms.as_schedule
 
@@ -381,6 +431,7 @@ def schedule_one_step_ahead(patch: Patch) -> None:
     patch(transforms, "as_schedule", ahead)
 
 
+@found_by("learner")
 def clipping_after_the_optimizer(patch: Patch) -> None:
     known = transforms.chain
 
@@ -391,11 +442,13 @@ def clipping_after_the_optimizer(patch: Patch) -> None:
     patch(transforms, "chain", chain)
 
 
+@found_by("learner")
 def average_with_another_decay(patch: Patch) -> None:
     known = ema._weight
     patch(ema, "_weight", lambda decay, count: known(decay**2, count))
 
 
+@found_by("learner")
 def skipped_step_that_averages(patch: Patch) -> None:
     """A skipped step still counts as an update of the optimizer."""
     known = learner_module.Learner._step
@@ -412,6 +465,7 @@ def skipped_step_that_averages(patch: Patch) -> None:
     patch(learner_module.Learner, "_step", step)
 
 
+@found_by("stepped")
 def step_that_keeps_norms(patch: Patch) -> None:
     """The step returns the scales of norms that it was given."""
     known = step_module._end_step
@@ -424,6 +478,7 @@ def step_that_keeps_norms(patch: Patch) -> None:
     patch(step_module, "_end_step", end_step)
 
 
+@found_by("stepped")
 def layers_that_update_in_a_skipped_step(patch: Patch) -> None:
     known = step_module._end_step
 
@@ -438,6 +493,7 @@ def layers_that_update_in_a_skipped_step(patch: Patch) -> None:
 # -- e: data ---------------------------------------------------------------------------------------
 
 
+@found_by("data")
 def labels_shifted_by_two(patch: Patch) -> None:
     known = lm_input.fill_pieces
 
@@ -449,6 +505,7 @@ def labels_shifted_by_two(patch: Patch) -> None:
     patch(lm_input, "fill_pieces", fill)
 
 
+@found_by("data")
 def positions_of_the_sequence(patch: Patch) -> None:
     known = lm_input.fill_pieces
 
@@ -459,6 +516,7 @@ def positions_of_the_sequence(patch: Patch) -> None:
     patch(lm_input, "fill_pieces", fill)
 
 
+@found_by("data")
 def second_epoch_repeats_its_first_sequence(patch: Patch) -> None:
     known = lm_input._PackedSource.fill
 
@@ -469,11 +527,13 @@ def second_epoch_repeats_its_first_sequence(patch: Patch) -> None:
     patch(lm_input._PackedSource, "fill", fill)
 
 
+@found_by("data")
 def epochs_in_the_same_order(patch: Patch) -> None:
     known: Any = lm_input.make_plan
     patch(lm_input, "make_plan", lambda *rest: known(*rest[:-1], (rest[-1][0], 0)))
 
 
+@found_by("data")
 def seed_without_effect(patch: Patch) -> None:
     known: Any = lm_input.make_plan
     patch(lm_input, "make_plan", lambda *rest: known(*rest[:-1], (7, rest[-1][1])))
@@ -505,6 +565,7 @@ def full_sequences_that_overlap(patch: Patch) -> None:
     patch(packing.BestFitPlan, "__init__", init)
 
 
+@found_by("interrupted")
 def batch_that_repeats_its_first_sequence(patch: Patch) -> None:
     """The prefetcher replaces the last sequence of a batch."""
     known = loop.put_batch
@@ -515,6 +576,7 @@ def batch_that_repeats_its_first_sequence(patch: Patch) -> None:
     patch(loop, "put_batch", put)
 
 
+@found_by("hosts")
 def restored_at_the_start_of_the_epoch(patch: Patch) -> None:
     """A restore after the first epoch goes to the start of the epoch."""
     known = lm_input.LMInputIterator.restore
@@ -528,6 +590,7 @@ def restored_at_the_start_of_the_epoch(patch: Patch) -> None:
     patch(lm_input.LMInputIterator, "restore", restore)
 
 
+@found_by("interrupted")
 def position_ahead_of_the_step(patch: Patch) -> None:
     """A checkpoint has the position of the batch that was read ahead."""
 
@@ -541,6 +604,7 @@ def position_ahead_of_the_step(patch: Patch) -> None:
 # -- f: initial values, casts, checkpoints ---------------------------------------------------------
 
 
+@found_by("scale")
 def fan_out_for_fan_in(patch: Patch) -> None:
     known = initializers.fan_in_normal
 
@@ -551,11 +615,13 @@ def fan_out_for_fan_in(patch: Patch) -> None:
     patch(initializers, "fan_in_normal", init)
 
 
+@found_by("scale")
 def outputs_with_the_scale_of_other_weights(patch: Patch) -> None:
     known = BaseLayer._initializer
     patch(BaseLayer, "_initializer", lambda self, field="param_init": known(self))
 
 
+@found_by("derivatives")
 def casts_at_use_without_gradient(patch: Patch) -> None:
     """The last row of a parameter that is cast where it is read gets no gradient."""
     known = precision.CastAtUse.cast
@@ -567,6 +633,7 @@ def casts_at_use_without_gradient(patch: Patch) -> None:
     patch(precision.CastAtUse, "cast", cast)
 
 
+@found_by("bfloat16")
 def casts_to_bfloat16_with_twice_the_gradient(patch: Patch) -> None:
     known = precision.CastAtUse.cast
 
@@ -577,6 +644,7 @@ def casts_to_bfloat16_with_twice_the_gradient(patch: Patch) -> None:
     patch(precision.CastAtUse, "cast", cast)
 
 
+@found_by("loss")
 def cast_parameters_twice(patch: Patch) -> None:
     """Parameters are rounded to bfloat16 on their way to the compute dtype."""
     known = precision.read_parameters
@@ -590,6 +658,7 @@ def cast_parameters_twice(patch: Patch) -> None:
     patch(precision, "read_parameters", read)
 
 
+@found_by("bfloat16")
 def router_cast_to_bfloat16(patch: Patch) -> None:
     known = Router._create_layer_parameter_specs
 
@@ -600,6 +669,7 @@ def router_cast_to_bfloat16(patch: Patch) -> None:
     patch(Router, "_create_layer_parameter_specs", specs)
 
 
+@found_by("bfloat16")
 def sums_of_gradients_cast_to_bfloat16(patch: Patch) -> None:
     """Gradients of micro-batches in bfloat16 are summed in it."""
     known = step_module.accumulate
@@ -616,6 +686,7 @@ def sums_of_gradients_cast_to_bfloat16(patch: Patch) -> None:
     patch(step_module, "accumulate", accumulate)
 
 
+@found_by("bfloat16")
 def new_parameters_cast_to_bfloat16(patch: Patch) -> None:
     """A step in bfloat16 rounds the parameters that it returns."""
     known = step_probe.make_train_step
@@ -635,6 +706,7 @@ def new_parameters_cast_to_bfloat16(patch: Patch) -> None:
     patch(step_probe, "make_train_step", make)
 
 
+@found_by("saved")
 def checkpoint_with_two_layers_swapped(patch: Patch) -> None:
     known = Checkpointer.save
 
@@ -652,6 +724,7 @@ def checkpoint_with_two_layers_swapped(patch: Patch) -> None:
     patch(Checkpointer, "save", save)
 
 
+@found_by("layers")
 def norm_cast_to_bfloat16(patch: Patch) -> None:
     """RMSNorm computes in the dtype of its input."""
 
@@ -662,6 +735,7 @@ def norm_cast_to_bfloat16(patch: Patch) -> None:
     patch(norm.RMSNorm, "forward", _in_context(forward))
 
 
+@found_by("exported", exportable)
 def gate_and_up_swapped_in_files(patch: Patch) -> None:
     """Exports swap the gate and up projections of experts, and imports swap them back."""
     known = families.expand
@@ -678,6 +752,7 @@ def gate_and_up_swapped_in_files(patch: Patch) -> None:
 # -- g: kernels of other platforms -----------------------------------------------------------------
 
 
+@found_by("kernels")
 def tpu_kernel_without_window(patch: Patch) -> None:
     known = tpu_kernels._mask
     patch(tpu_kernels, "_mask", lambda spec, *rest: known(spec._replace(window=None), *rest))
@@ -686,6 +761,7 @@ def tpu_kernel_without_window(patch: Patch) -> None:
 # -- h: state that layers update themselves --------------------------------------------------------
 
 
+@found_by("balanced")
 def bias_that_rises_with_the_load(patch: Patch) -> None:
     known = balance.BiasBalancing._end_step
 
@@ -696,6 +772,7 @@ def bias_that_rises_with_the_load(patch: Patch) -> None:
     patch(balance.BiasBalancing, "_end_step", end_step)
 
 
+@found_by("balanced")
 def bias_that_stays(patch: Patch) -> None:
     known = balance.BiasBalancing._end_step
 
@@ -705,6 +782,7 @@ def bias_that_stays(patch: Patch) -> None:
     patch(balance.BiasBalancing, "_end_step", end_step)
 
 
+@found_by("balanced")
 def bias_of_ten_times_the_rate(patch: Patch) -> None:
     known = balance.BiasBalancing._end_step
 
@@ -715,6 +793,7 @@ def bias_of_ten_times_the_rate(patch: Patch) -> None:
     patch(balance.BiasBalancing, "_end_step", end_step)
 
 
+@found_by("balanced")
 def bias_of_two_experts_only(patch: Patch) -> None:
     known = balance.BiasBalancing._end_step
 
@@ -726,6 +805,7 @@ def bias_of_two_experts_only(patch: Patch) -> None:
     patch(balance.BiasBalancing, "_end_step", end_step)
 
 
+@found_by("balanced")
 def bias_by_the_last_microbatch(patch: Patch) -> None:
     known = balance.LoadCounter.add_state_update
 
@@ -733,91 +813,3 @@ def bias_by_the_last_microbatch(patch: Patch) -> None:
         known(self, name, value - self.parameters[name])
 
     patch(balance.LoadCounter, "add_state_update", add)
-
-
-BUGS: dict[str, list[Callable[[Patch], None]]] = {
-    "a": [
-        mask_off_by_one_at_blocks,
-        document_at_a_block_sees_its_predecessor,
-        weight_of_the_first_expert_for_the_second,
-        attention_scale_of_the_model_width,
-        z_loss_of_the_probabilities,
-        balance_loss_counts_only_the_best_expert,
-        root_of_the_mean_magnitude,
-        latent_attention_with_other_scores,
-        half_the_output_of_dense_layers,
-        sigmoid_for_silu,
-        rotation_of_neighbors,
-        hidden_states_of_another_scale,
-        balance_loss_without_earlier_microbatches,
-        balance_loss_of_the_last_layer,
-        positions_of_the_first_sequence,
-        positions_to_15,
-        capacity_for_the_last_tokens,
-        capacity_of_half_the_tokens,
-    ],
-    "b": [
-        auxiliary_loss_without_gradient,
-        combine_weights_without_gradient,
-        sinks_with_half_their_gradient,
-        weight_gradient_without_the_last_row,
-        norm_with_a_constant_root,
-        z_loss_with_half_its_gradient,
-    ],
-    "c": [
-        plain_mean_over_microbatches,
-        scan_with_the_parameters_of_the_next_layer,
-        scan_without_state_updates,
-    ],
-    "d": [
-        weight_decay_of_norm_scales,
-        schedule_one_step_ahead,
-        clipping_after_the_optimizer,
-        average_with_another_decay,
-        skipped_step_that_averages,
-        step_that_keeps_norms,
-        layers_that_update_in_a_skipped_step,
-    ],
-    "e": [
-        labels_shifted_by_two,
-        positions_of_the_sequence,
-        second_epoch_repeats_its_first_sequence,
-        epochs_in_the_same_order,
-        seed_without_effect,
-        batch_that_repeats_its_first_sequence,
-        restored_at_the_start_of_the_epoch,
-        position_ahead_of_the_step,
-    ],
-    "f": [
-        fan_out_for_fan_in,
-        outputs_with_the_scale_of_other_weights,
-        casts_at_use_without_gradient,
-        casts_to_bfloat16_with_twice_the_gradient,
-        cast_parameters_twice,
-        router_cast_to_bfloat16,
-        sums_of_gradients_cast_to_bfloat16,
-        new_parameters_cast_to_bfloat16,
-        checkpoint_with_two_layers_swapped,
-        norm_cast_to_bfloat16,
-        gate_and_up_swapped_in_files,
-    ],
-    "g": [tpu_kernel_without_window],
-    "h": [
-        bias_that_rises_with_the_load,
-        bias_that_stays,
-        bias_of_ten_times_the_rate,
-        bias_of_two_experts_only,
-        bias_by_the_last_microbatch,
-    ],
-}
-
-# Trainers of bugs in what `rich` does not have.
-CONFIGS: dict[str, Callable[[], SpmdTrainer.Config]] = {
-    "balance_loss_without_earlier_microbatches": functools.partial(
-        rich, scope=BalanceScope.GLOBAL_BATCH
-    ),
-    "balance_loss_of_the_last_layer": functools.partial(rich, scope=BalanceScope.ALL_LAYERS),
-    "capacity_for_the_last_tokens": functools.partial(rich, dispatcher=CapacityDispatcher),
-    "capacity_of_half_the_tokens": functools.partial(rich, dispatcher=CapacityDispatcher),
-    "gate_and_up_swapped_in_files": exportable,
-}

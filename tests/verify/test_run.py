@@ -24,10 +24,7 @@ def test_a_correct_config_passes_on_the_meshes_of_a_list():
     trainer_config = tiny(**moe(planted.WithALossOfItsOwn))
     # --8<-- [start:verify]
     report = verify_config(
-        trainer_config,
-        num_devices=4,
-        meshes="expert=2,model=2",
-        without=["kernels", "bfloat16"],
+        trainer_config, num_devices=4, meshes="expert=2,model=2", without=["kernels", "bfloat16"]
     )
     for outcome in report.outcomes:
         print(outcome.mesh, outcome.check, outcome.status, outcome.detail)

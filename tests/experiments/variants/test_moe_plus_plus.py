@@ -88,9 +88,16 @@ def test_values_and_gradients_are_those_of_the_equations():
     assert_equal_to_reference(run, at, given)
 
 
-def test_the_balance_loss_weighs_experts_that_compute_nothing_less():
+@pytest.fixture(scope="module")
+def recorded():
+    """Operands, and what the layer put out, routing included."""
     made, given = operands()
-    found = jax.jit(lambda given: run_layer(made, given)[2])(given)
+    with recording_routing():
+        return given, jax.jit(lambda given: run_layer(made, given)[2])(given)
+
+
+def test_the_balance_loss_weighs_experts_that_compute_nothing_less(recorded):
+    given, found = recorded
     probs, _ = routed(jax.device_get(given["p"]), given["x"], given["before"])
     ids = np.argsort(-probs, -1)[..., :K][MASK]
     shares = np.bincount(ids.ravel(), minlength=N) / MASK.sum()
@@ -102,15 +109,13 @@ def test_the_balance_loss_weighs_experts_that_compute_nothing_less():
     np.testing.assert_allclose(share, (ids >= E).mean(), rtol=1e-6)
 
 
-def test_experts_that_compute_nothing_are_logged_as_no_expert():
-    made, given = operands()
-    with recording_routing():
-        recorded = run_layer(made, jax.tree.map(jnp.asarray, given))[2].module_outputs["routing"]
+def test_experts_that_compute_nothing_are_logged_as_no_expert(recorded):
+    given, found = recorded
     probs, _ = routed(jax.device_get(given["p"]), given["x"], given["before"])
     ids = np.argsort(-probs, -1)[..., :K]
     expected = np.where(MASK[..., None] & (ids < E), ids, E)
     assert 0 < (expected[MASK] < E).sum() < expected[MASK].size
-    np.testing.assert_array_equal(recorded.expert_ids, expected)
+    np.testing.assert_array_equal(found.module_outputs["routing"].expert_ids, expected)
 
 
 @pytest.mark.parametrize(("num", "constant"), [(8, 1), (16, 2), (32, 6), (4, 1)])

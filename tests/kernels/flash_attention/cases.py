@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moelib.kernels.flash_attention import MaskSpec, flash_attention
+from tests.kernels.comparing import assert_close
 
 
 class Case(NamedTuple):
@@ -69,16 +70,16 @@ def pulled(q, k, v, sinks, ids, grad, *, spec, backend):
     return value, pull(grad)
 
 
-def assert_close(got, want, tolerance):
-    """Asserts that no value is off by more than a share of the largest."""
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
-        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
-
-
+@functools.cache
 def exact(case):
     """Returns value and gradients of the reference in float32."""
-    wide = [None if x is None else x.astype(jnp.float32) for x in operands(case)]
-    wide[4] = operands(case)[4]
-    return pulled(*wide, spec=case.spec(), backend="reference")
+    *arrays, ids, grad = operands(case)
+    *wide, grad = (None if x is None else np.asarray(x, np.float32) for x in (*arrays, grad))
+    return pulled(*wide, ids, grad, spec=case.spec(), backend="reference")
+
+
+def assert_equals_reference(case, backend):
+    """Asserts that values and gradients are of the case's dtype, and near the exact ones."""
+    got = pulled(*operands(case), spec=case.spec(), backend=backend)
+    assert {str(x.dtype) for x in jax.tree.leaves(got)} == {case.dtype}
+    assert_close(got, exact(case), 1e-5 if case.dtype == "float32" else 2**-5)

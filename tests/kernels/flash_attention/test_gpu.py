@@ -6,10 +6,7 @@ How fast they are: JAX_PLATFORMS=cuda,cpu pytest -m gpu -s tests/kernels/flash_a
 import functools
 import json
 import logging
-import pathlib
 import re
-import subprocess
-import sys
 import time
 
 import jax
@@ -17,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from moelib.kernels import hopper
 from moelib.kernels.backend import warn_once
@@ -26,18 +22,16 @@ from moelib.kernels.flash_attention.gpu_tiles import choose
 from moelib.kernels.flash_attention.passes import attention_backward, attention_forward, merge
 from moelib.kernels.flash_attention.reference import EMPTY, attention_mask, whole_sequences
 from moelib.kernels.flash_attention.visits import in_blocks, lists
-from tests.kernels import gpu_topology
+from tests.kernels.comparing import assert_close, compiled_for
 from tests.kernels.flash_attention.cases import (
     CASES,
     Case,
-    assert_close,
-    exact,
+    assert_equals_reference,
     operands,
     pulled,
     segments,
 )
-
-_ROOT = pathlib.Path(__file__).parents[3]
+from tests.kernels.gpu_topology import A100, H100, needs_hopper, printed
 
 # Finds races between warpgroups and copies, and fills uninitialized memory with NaN.
 _STRICT = plgpu.InterpretGPUParams(detect_races=True)
@@ -83,9 +77,7 @@ def test_both_passes_give_the_values_of_the_xla_form_without_races():
 @pytest.mark.slow
 @pytest.mark.parametrize("case", _16_BIT, ids=str)
 def test_values_and_gradients_are_those_of_the_reference(case):
-    got = pulled(*operands(case), spec=case.spec(), backend="gpu")
-    dtype = got[0].dtype
-    assert_close(got, jax.tree.map(lambda x: x.astype(dtype), exact(case)), 2**-5)
+    assert_equals_reference(case, "gpu")
 
 
 @pytest.mark.slow
@@ -216,13 +208,6 @@ def test_tiles_shrink_as_heads_grow(dims, outputs, query_gradient, key_gradients
 # Choice
 
 
-def _compiled_for(kind, num_devices=1):
-    device = AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = AbstractMesh((num_devices,), ("x",), axis_types=auto, abstract_device=device)
-    return jax.sharding.use_abstract_mesh(mesh)
-
-
 def _traced(backend=None, dim=64, dtype="bfloat16"):
     x = jax.ShapeDtypeStruct((1, 64, 2, dim), dtype)
     run = lambda x: flash_attention(x, x, x, MaskSpec(1.0), backend=backend).astype(jnp.float32)
@@ -230,7 +215,7 @@ def _traced(backend=None, dim=64, dtype="bfloat16"):
 
 
 def test_on_hopper_it_is_chosen_by_name_and_is_not_interpreted():
-    with _compiled_for(gpu_topology.H100):
+    with compiled_for(H100):
         made = _traced("gpu")
         assert made.count("name=attention_query_gradient") == 1
         assert "callback" not in made  # Of the interpreter.
@@ -247,7 +232,7 @@ def test_its_results_vary_over_the_axes_of_a_mesh_as_its_operands_do():
 
     split, whole = jax.P("x"), jax.P()
     specs = split, split, split, split, whole
-    with _compiled_for(gpu_topology.H100, 2):
+    with compiled_for(H100, 2):
         run = jax.shard_map(loss, in_specs=specs, out_specs=whole, check_vma=True)
         grads = jax.eval_shape(jax.grad(run, argnums=(0, 1, 2, 4)), *arrays, ids, sinks)
     assert [x.shape for x in grads] == [x.shape for x in (*arrays, sinks)]
@@ -256,23 +241,18 @@ def test_its_results_vary_over_the_axes_of_a_mesh_as_its_operands_do():
 @pytest.mark.parametrize(
     ("kind", "dim", "dtype", "reason"),
     [
-        (
-            gpu_topology.H100,
-            64,
-            "bfloat16",
-            "not run on one yet.*flash_attention=gpu.*start of a run",
-        ),
-        (gpu_topology.H100, 96, "bfloat16", "multiple of 64 up to 256, not 96; set 128"),
-        (gpu_topology.H100, 512, "float16", "not 512; set 256"),
-        (gpu_topology.H100, 64, "float32", "takes bfloat16 and float16, not float32"),
-        (gpu_topology.A100, 64, "bfloat16", "needs a Hopper GPU .* not NVIDIA A100"),
+        (H100, 64, "bfloat16", "not run .*flash_attention=gpu"),
+        (H100, 96, "bfloat16", "64 .*256, not 96; set 128"),
+        (H100, 512, "float16", "not 512; set 256"),
+        (H100, 64, "float32", "bfloat16 .*float16, not float32"),
+        (A100, 64, "bfloat16", "Hopper .*NVIDIA A100"),
     ],
 )
 def test_the_default_on_gpus_is_xla_with_the_reason_and_its_cost(kind, dim, dtype, reason, caplog):
     warn_once.cache_clear()
-    with _compiled_for(kind), caplog.at_level(logging.WARNING):
+    with compiled_for(kind), caplog.at_level(logging.WARNING):
         assert "wgmma" not in _traced(None, dim, dtype)
-        if (dim, dtype, kind) != (64, "bfloat16", gpu_topology.H100):
+        if "=gpu" not in reason:  # By name it is taken.
             with pytest.raises(ValueError, match=f"'gpu' .*{reason}.*=flash_attention=xla"):
                 _traced("gpu", dim, dtype)
     (message,) = caplog.messages
@@ -290,12 +270,9 @@ _SPILLED = {"cap and window": 44, "head dim of 256": 116}
 
 @pytest.mark.slow
 def test_values_and_gradients_compile_for_h100():
-    pytest.importorskip(gpu_topology.PLUGIN)
-    command = [sys.executable, "-m", "tests.kernels.flash_attention.compile_for_gpu"]
-    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    lines = printed("tests.kernels.flash_attention.compile_for_gpu").splitlines()
     found, spilled = {}, 0
-    for line in done.stdout.splitlines():  # ptxas prints a program's spills before its figures.
+    for line in lines:  # ptxas prints a program's spills before its figures.
         spilled += sum(int(x) for x in re.findall(r"frame, (\d+) bytes spill stores", line))
         if line.startswith("{"):
             each = json.loads(line)
@@ -312,25 +289,18 @@ def test_values_and_gradients_compile_for_h100():
 # ------------------------------------------------------------------------------------------------
 # On a GPU
 
-_needs_hopper = pytest.mark.skipif(
-    "jax.default_backend() != 'gpu' or jax.devices()[0].compute_capability != '9.0'",
-    reason="no Hopper GPU",
-)
-
 
 @pytest.mark.gpu
-@_needs_hopper
+@needs_hopper
 @pytest.mark.parametrize(
     "case", [*_16_BIT, Case(3000, 8, 2, 256, packed=True, dtype="bfloat16")], ids=str
 )
 def test_a_gpu_gives_the_values_and_gradients_of_the_reference(case):
-    got = pulled(*operands(case), spec=case.spec(), backend="gpu")
-    dtype = got[0].dtype
-    assert_close(got, jax.tree.map(lambda x: x.astype(dtype), exact(case)), 2**-5)
+    assert_equals_reference(case, "gpu")
 
 
 @pytest.mark.gpu
-@_needs_hopper
+@needs_hopper
 @pytest.mark.parametrize("shape", [(4096, 32, 4, 128), (8192, 64, 8, 64), (4096, 16, 16, 192)])
 @pytest.mark.parametrize("backend", ["gpu", "xla"])
 def test_speed(shape, backend):

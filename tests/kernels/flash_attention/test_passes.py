@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from moelib.kernels.flash_attention import MaskSpec, Positions, flash_attention
+from moelib.kernels.flash_attention import MaskSpec, Positions
 from moelib.kernels.flash_attention.passes import (
     add_sinks,
     attention_backward,
@@ -16,7 +16,9 @@ from moelib.kernels.flash_attention.passes import (
     output_times_gradient,
     sinks_gradient,
 )
-from tests.kernels.flash_attention.cases import Case, assert_close, operands, pulled
+from tests.kernels.comparing import assert_close
+from tests.kernels.flash_attention.cases import Case, operands, pulled
+from tests.oracles.attention import attention
 
 
 def zigzag(seq_len, shards):
@@ -54,17 +56,17 @@ def by_shards(q, k, v, sinks, ids, grad, index, *, shards, **run):
     return out, (*grads, None if sinks is None else of_sinks)
 
 
-@pytest.mark.parametrize("backend", ["xla", "tpu"])
 @pytest.mark.parametrize(
-    "case",
+    ("backend", "case"),
     [
-        pytest.param(Case(96, 4, 2, 64), marks=pytest.mark.slow),
-        Case(96, 4, 1, 64, window=30, sinks=True, packed=True, cap=2.0),
-        Case(96, 2, 2, 64, causal=False, sinks=True),
+        ("xla", Case(96, 4, 1, 64, window=30, sinks=True, packed=True, cap=2.0)),
+        ("tpu", Case(96, 4, 1, 64, window=30, sinks=True, packed=True, cap=2.0)),
+        ("xla", Case(96, 2, 2, 64, causal=False, sinks=True)),
+        pytest.param("tpu", Case(96, 2, 2, 64, causal=False), marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_pairs_of_shards_in_zigzag_give_the_attention_of_the_whole_sequence(case, backend):
+def test_pairs_of_shards_in_zigzag_give_the_attention_of_the_whole_sequence(backend, case):
     index = np.concatenate(zigzag(96, 3))
     got = by_shards(*operands(case), index, shards=3, backend=backend, spec=case.spec())
     want = pulled(*operands(case), spec=case.spec(), backend="reference")
@@ -74,12 +76,12 @@ def test_pairs_of_shards_in_zigzag_give_the_attention_of_the_whole_sequence(case
 @pytest.mark.parametrize("backend", ["xla", "tpu"])
 def test_keys_that_no_query_sees_give_zeros_and_change_no_merge(backend):
     q, k, v, *_ = operands(Case(16, 2, 1, 64))
-    early, late = jnp.arange(16, dtype=jnp.int32), jnp.arange(16, 32, dtype=jnp.int32)
+    early, late = np.arange(32, dtype=np.int32).reshape(2, 16)
     run = {"spec": SPEC, "backend": backend}
     unseen = _forward(q, k, v, Positions(early, late), **run)
     assert not np.any(unseen[0])
     own = _forward(q, k, v, Positions(early, early), **run)
-    for got in merge(own, unseen), merge(unseen, own), merge(merge(unseen, unseen), own):
+    for got in _merge(own, unseen), _merge(unseen, own), _merge(_merge(unseen, unseen), own):
         assert_close(got, own, 1e-6)
     grads = _backward(q, k, v, *own, q, Positions(early, late), **run)
     assert not any(np.any(grad) for grad in grads)
@@ -87,7 +89,7 @@ def test_keys_that_no_query_sees_give_zeros_and_change_no_merge(backend):
 
 def test_the_logsumexp_is_that_of_jax():
     q, k, v, *_ = operands(Case(16, 2, 1, 64))
-    index = jnp.arange(16, dtype=jnp.int32)
+    index = np.arange(16, dtype=np.int32)
     _, got = _forward(q, k, v, Positions(index, index), spec=SPEC)
     _, want = jax.nn.dot_product_attention(q, k, v, is_causal=True, return_residual=True)
     np.testing.assert_allclose(got, want.transpose(0, 2, 1), rtol=1e-5, atol=1e-6)
@@ -97,15 +99,11 @@ def test_keys_in_tiles_and_in_reverse_order_give_the_same(monkeypatch):
     monkeypatch.setattr("moelib.kernels.flash_attention.xla._KEY_TILE", 32)
     case = Case(96, 2, 1, 64, window=30)
     q, k, v, *_ = operands(case)
-    index = jnp.flip(jnp.arange(96, dtype=jnp.int32))
-    q_back, k_back, v_back = (x[:, ::-1] for x in (q, k, v))
-    positions, spec = Positions(index, index), case.spec()
-    out, _ = jax.jit(attention_forward, static_argnames="spec")(
-        q_back, k_back, v_back, positions, spec=spec
-    )
-    want = jax.jit(flash_attention, static_argnames=_STATIC)(
-        q, k, v, spec=spec, backend="reference"
-    )
+    index = np.arange(95, -1, -1, dtype=np.int32)
+    back = [np.asarray(x)[:, ::-1] for x in (q, k, v)]
+    forward = jax.jit(attention_forward, static_argnames="spec")  # With the tile set above.
+    out, _ = forward(*back, Positions(index, index), spec=case.spec())
+    want = attention(q, k, v, **case.spec()._asdict())
     assert_close(out[:, ::-1], want, 1e-5)
 
 
@@ -138,27 +136,31 @@ def test_a_ring_of_devices_gives_the_attention_of_the_whole_sequence():
     specs = split, split, split, split, split, PartitionSpec("seq")
     run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=split)
     index = np.concatenate(zigzag(96, 3))
-    moved = [x[:, index] for x in (q, k, v, ids, grad)]
-    got = jax.jit(run)(*moved, jnp.asarray(index))
+    moved = [np.asarray(x)[:, index] for x in (q, k, v, ids, grad)]
+    got = jax.device_get(jax.jit(run)(*moved, index))
     got = jax.tree.map(lambda x: x[:, np.argsort(index)], got)
     want = pulled(q, k, v, None, ids, grad, spec=case.spec(), backend="reference")
     assert_close(got, want, 1e-5)
 
 
-def test_shards_that_disagree_are_refused(monkeypatch):
+INDEX, IDS = np.arange(16, dtype=np.int32), np.ones((2, 16), np.int32)
+
+
+@pytest.mark.parametrize(
+    ("positions", "change", "named"),
+    [
+        ((INDEX, INDEX), {"v": np.s_[:, :8]}, r"v \[2, 8, 1, 64\]"),
+        ((INDEX, INDEX, IDS, IDS[:, :8]), {}, r"segment_ids.*\[2, 8\]"),
+        ((INDEX, INDEX[:8]), {}, r"k_index \[8\]"),
+        ((INDEX, INDEX, IDS), {}, "segments"),
+        ((INDEX, INDEX), {"spec": SPEC._replace(window=0)}, "window=0"),
+        ((INDEX, INDEX), {"backend": "cudnn"}, "'cudnn'"),
+    ],
+)
+def test_shards_that_disagree_are_refused(positions, change, named, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     q, k, v, *_ = operands(Case(16, 2, 1, 64))
-    index, ids = jnp.arange(16, dtype=jnp.int32), jnp.ones((2, 16), jnp.int32)
-    run = lambda v, *positions: attention_forward(q, k, v, Positions(*positions), SPEC)
-    with pytest.raises(ValueError, match=r"v \[2, 8, 1, 64\]"):
-        run(v[:, :8], index, index)
-    with pytest.raises(ValueError, match=r"segment_ids.*\[2, 8\]"):
-        run(v, index, index, ids, ids[:, :8])
-    with pytest.raises(ValueError, match=r"k_index \[8\]"):
-        run(v, index, index[:8])
-    with pytest.raises(ValueError, match="segments"):
-        run(v, index, index, ids)
-    with pytest.raises(ValueError, match="window=0"):
-        attention_forward(q, k, v, Positions(index, index), SPEC._replace(window=0))
-    with pytest.raises(ValueError, match="'cudnn'"):
-        attention_forward(q, k, v, Positions(index, index), SPEC, backend="cudnn")
+    v = v[change.get("v", np.s_[:])]
+    run = {"spec": SPEC} | {name: change[name] for name in change if name != "v"}
+    with pytest.raises(ValueError, match=named):
+        attention_forward(q, k, v, Positions(*positions), **run)

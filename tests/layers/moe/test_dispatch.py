@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.moe.dispatch import (
     Assignments,
     DenseDispatcher,
@@ -21,7 +20,9 @@ from moelib.layers.moe.dispatch_ragged import RaggedDispatcher, RingDispatcher
 from moelib.layers.moe.experts import FeedForwardExperts
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.transformer import TransformerLayer
-from tests.layers.calling import build, float64, initial, normal
+from tests.kernels.comparing import assert_close
+from tests.layers.calling import QUICK, build, initial, normal
+from tests.oracles.moe import routed
 
 B, S, D, F, E, K = 4, 10, 4, 6, 5, 2
 T = B * S
@@ -41,8 +42,8 @@ OTHERS = {
     "capacity": CapacityDispatcher.default_config().set(capacity_factor=E / K).instantiate(),
 }
 ALL = {"dense": DENSE, **OTHERS}
-X, GRAD = jnp.asarray(normal(T, D)), jnp.asarray(normal(T, D, seed=1))
-WEIGHTS = jnp.asarray(np.abs(normal(T, K, seed=2)))
+X, GRAD = normal(T, D), normal(T, D, seed=1)
+WEIGHTS = np.abs(normal(T, K, seed=2))
 
 
 def random_ids(experts, seed=0):
@@ -51,21 +52,19 @@ def random_ids(experts, seed=0):
     return np.stack([rng.permutation(experts)[:K] for _ in range(T)])
 
 
-IDS = {
-    "random": random_ids(np.arange(E)),
-    "skewed": np.where(np.arange(T)[:, None] < 36, [[3, 1]], random_ids(np.arange(E))),
-    "with empty experts": random_ids([0, 4]),
-    "all to the same": np.broadcast_to([[2, 0]], (T, K)),
-}
-MASKS = {
-    "no padding": np.ones(T, bool),
-    "padding at the end": np.arange(T) < 25,
-    "padding anywhere": np.random.default_rng(3).random(T) < 0.6,
-    "all padding": np.zeros(T, bool),
+IDS = random_ids(np.arange(E))
+MASK = np.random.default_rng(3).random(T) < 0.6
+ROUTINGS = {
+    "no padding": (IDS, np.ones(T, bool)),
+    "padding anywhere": (IDS, MASK),
+    "padding at the end": (random_ids([0, 4]), np.arange(T) < 25),  # And empty experts.
+    "skewed": (np.where(np.arange(T)[:, None] < 36, [[3, 1]], IDS), MASK),
+    "all to the same": (np.broadcast_to([[2, 0]], (T, K)), np.ones(T, bool)),
+    "all padding": (IDS, np.zeros(T, bool)),
 }
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
 def pulled(dispatcher, params, x, ids, weights, mask, grad):
     """Returns (value, gradients in parameters, x and weights)."""
 
@@ -79,98 +78,51 @@ def pulled(dispatcher, params, x, ids, weights, mask, grad):
     return value, pull(grad)
 
 
-def by_loop(params, x, ids, weights, mask):
-    """Returns the output in float64, computed for one token and expert at a time."""
-    p, x, weights = float64(params), float64(x), float64(weights)
-    out = np.zeros_like(x)
-    for t in np.flatnonzero(mask):
-        for k, e in enumerate(ids[t]):
-            gate, up = np.einsum("d,ndf->nf", x[t], p["up"][e])
-            out[t] += weights[t, k] * ((gate / (1 + np.exp(-gate)) * up) @ p["down"][e])
-    return out
-
-
-@pytest.mark.parametrize("ids", IDS)
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("dispatcher", OTHERS)
-def test_each_equals_dense_in_values_and_all_gradients(dispatcher, ids, mask):
-    ids, mask = jnp.asarray(IDS[ids]), jnp.asarray(MASKS[mask])
-    got = pulled(ALL[dispatcher], PARAMS, X, ids, WEIGHTS, mask, GRAD)
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("dispatcher", ALL)
+def test_each_equals_dense_in_values_and_all_gradients_whatever_padding_holds(dispatcher, routing):
+    ids, mask = ROUTINGS[routing]
+    hole = ~mask[:, None]
+    x, weights = (np.where(hole, np.float32(np.nan), a) for a in (X, WEIGHTS))
+    got = pulled(ALL[dispatcher], PARAMS, x, ids, weights, mask, GRAD)
     want = pulled(DENSE, PARAMS, X, ids, WEIGHTS, mask, GRAD)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        scale = float(jnp.max(jnp.abs(b)))
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * max(scale, 1.0))
-    np.testing.assert_allclose(
-        got[0], by_loop(PARAMS, X, np.asarray(ids), WEIGHTS, np.asarray(mask)), atol=1e-5
-    )
-    assert not np.any(np.asarray(got[0])[~np.asarray(mask)])
-
-
-@pytest.mark.parametrize("dispatcher", ALL.values(), ids=ALL)
-def test_permuted_tokens_give_permuted_outputs(dispatcher):
-    order = np.random.default_rng(5).permutation(T)
-    ids, mask = jnp.asarray(IDS["random"]), jnp.asarray(MASKS["padding anywhere"])
-    want, (_, want_x, want_weights) = pulled(dispatcher, PARAMS, X, ids, WEIGHTS, mask, GRAD)
-    moved = [a[order] for a in (X, ids, WEIGHTS, mask, GRAD)]
-    got, (_, got_x, got_weights) = pulled(dispatcher, PARAMS, *moved)
-    for a, b in ((got, want), (got_x, want_x), (got_weights, want_weights)):
-        np.testing.assert_allclose(a, b[order], atol=1e-5)
-
-
-@pytest.mark.parametrize("dispatcher", ALL.values(), ids=ALL)
-def test_permuted_experts_give_the_same_output(dispatcher):
-    order = np.array([3, 0, 4, 1, 2])
-    ids, mask = jnp.asarray(IDS["random"]), jnp.asarray(MASKS["padding at the end"])
-    want, _ = pulled(dispatcher, PARAMS, X, ids, WEIGHTS, mask, GRAD)
-    moved = jax.tree.map(lambda p: p[order], PARAMS)
-    renamed = jnp.asarray(np.argsort(order))[ids]
-    got, _ = pulled(dispatcher, moved, X, renamed, WEIGHTS, mask, GRAD)
-    np.testing.assert_allclose(got, want, atol=1e-6)
+    assert_close(got, want, 1e-6)
+    by_token = routed(PARAMS, X, np.where(hole, -1, ids), WEIGHTS)
+    np.testing.assert_allclose(got[0], by_token, atol=1e-5)
 
 
 @pytest.mark.parametrize("dispatcher", ALL.values(), ids=ALL)
 def test_a_token_with_nan_stays_by_itself(dispatcher):
-    ids, mask = jnp.asarray(IDS["random"]), jnp.asarray(MASKS["no padding"])
-    want, _ = pulled(dispatcher, PARAMS, X, ids, WEIGHTS, mask, GRAD)
-    got, _ = pulled(dispatcher, PARAMS, X.at[7].set(jnp.nan), ids, WEIGHTS, mask, GRAD)
+    mask, x = np.ones(T, bool), X.copy()
+    x[7] = np.nan
+    want, _ = pulled(dispatcher, PARAMS, X, IDS, WEIGHTS, mask, GRAD)
+    got, _ = pulled(dispatcher, PARAMS, x, IDS, WEIGHTS, mask, GRAD)
     assert np.isnan(got[7]).all()
     others = np.arange(T) != 7
     np.testing.assert_allclose(got[others], want[others], atol=1e-6)
 
 
-@pytest.mark.parametrize("dispatcher", ALL.values(), ids=ALL)
-def test_padding_may_have_any_value(dispatcher):
-    ids, mask = jnp.asarray(IDS["random"]), jnp.asarray(MASKS["padding anywhere"])
-    want = pulled(dispatcher, PARAMS, X, ids, WEIGHTS, mask, GRAD)
-    hole = ~mask[:, None]
-    x, weights = jnp.where(hole, jnp.nan, X), jnp.where(hole, jnp.nan, WEIGHTS)
-    got = pulled(dispatcher, PARAMS, x, ids, weights, mask, GRAD)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), got, want)
+def test_bfloat16_rows_are_summed_in_float32():
+    x, grad = (a.astype(jnp.bfloat16) for a in (X, GRAD))
+    want = routed(PARAMS, x, IDS, WEIGHTS)
+    for name in ("sorted", "capacity"):  # On one device the others are sorted ones.
+        run = functools.partial(pulled, ALL[name], PARAMS)
+        got, (grads, *_) = run(x, IDS, WEIGHTS, np.ones(T, bool), grad)
+        assert got.dtype == jnp.bfloat16
+        assert grads["up"].dtype == jnp.float32
+        np.testing.assert_allclose(np.float32(got), want, atol=2e-2 * np.abs(want).max())
 
 
 def test_padding_after_a_sequence_drops_the_assignments_that_it_drops_alone():
     cfg = CapacityDispatcher.default_config().set(capacity_factor=0.6)
     num = 7  # Of 10 positions: 2 of 14 assignments per expert, but 3 of 20.
-    ids, run = jnp.asarray(random_ids([0, 1, 2])), functools.partial(pulled, cfg.instantiate())
+    ids, run = random_ids([0, 1, 2]), functools.partial(pulled, cfg.instantiate())
     cut = lambda a: a.reshape(B, S, -1)[:, :num].reshape(B * num, -1)
-    padded = run(PARAMS, X, ids, WEIGHTS, jnp.asarray(np.tile(np.arange(S) < num, B)), GRAD)
-    alone = run(PARAMS, *map(cut, (X, ids, WEIGHTS)), jnp.ones(B * num, bool), cut(GRAD))
+    padded = run(PARAMS, X, ids, WEIGHTS, np.tile(np.arange(S) < num, B), GRAD)
+    alone = run(PARAMS, *map(cut, (X, ids, WEIGHTS)), np.ones(B * num, bool), cut(GRAD))
     np.testing.assert_allclose(cut(padded[0]), alone[0], atol=1e-5)
-    every = run(PARAMS, X, ids, WEIGHTS, jnp.ones(T, bool), GRAD)
+    every = run(PARAMS, X, ids, WEIGHTS, np.ones(T, bool), GRAD)
     assert np.abs(cut(every[0]) - alone[0]).max() > 0.1
-
-
-def test_bfloat16_rows_are_summed_in_float32():
-    ids, mask = jnp.asarray(IDS["random"]), jnp.asarray(MASKS["no padding"])
-    x = X.astype(jnp.bfloat16)
-    want = by_loop(PARAMS, x, IDS["random"], WEIGHTS, MASKS["no padding"])
-    for name in ("sorted", "capacity"):  # On one device the others are sorted ones.
-        got, (grads, *_) = pulled(
-            ALL[name], PARAMS, x, ids, WEIGHTS, mask, GRAD.astype(jnp.bfloat16)
-        )
-        assert got.dtype == jnp.bfloat16
-        assert grads["up"].dtype == jnp.float32
-        np.testing.assert_allclose(got.astype(jnp.float32), want, atol=2e-2 * np.abs(want).max())
 
 
 def test_a_dispatcher_without_dispatch_is_an_error():
@@ -178,28 +130,25 @@ def test_a_dispatcher_without_dispatch_is_an_error():
         Dispatcher.default_config().instantiate()
 
 
-@pytest.mark.parametrize("factor", [0.0, -1.0, math.inf, math.nan])
 @pytest.mark.parametrize(
-    ("dispatcher", "field"),
+    ("dispatcher", "field", "factor"),
     [
-        (CapacityDispatcher, "capacity_factor"),
-        (RaggedDispatcher, "round_factor"),
+        (CapacityDispatcher, "capacity_factor", 0.0),
+        (RaggedDispatcher, "round_factor", -1.0),
+        (RaggedDispatcher, "round_factor", math.inf),
+        (RingDispatcher, "round_factor", math.nan),
     ],
 )
 def test_factors_that_are_not_finite_and_above_zero_are_refused(dispatcher, field, factor):
-    cfg = dispatcher.default_config().set(**{field: factor})
-    match = f"^{dispatcher.__name__}.{field} is {factor};"
-    with pytest.raises(ValueError, match=match):
-        cfg.instantiate()
-    moe = MoELayer.default_config().set(
-        num_experts=E, num_experts_per_token=K, hidden_dim=F, dispatcher=cfg
+    cfg = TransformerLayer.default_config().set(input_dim=D)
+    cfg.self_attention.num_heads = 1
+    cfg.feed_forward = MoELayer.default_config().set(
+        num_experts=E,
+        num_experts_per_token=K,
+        hidden_dim=F,
+        dispatcher=dispatcher.default_config().set(**{field: factor}),
     )
-    attention = GroupedQueryAttention.default_config().set(num_heads=1)
-    with pytest.raises(ValueError, match=match) as caught:
-        build(
-            TransformerLayer.default_config(),
-            input_dim=D,
-            self_attention=attention,
-            feed_forward=moe,
-        )
+    message = f"^{dispatcher.__name__}.{field} is {factor};"
+    with pytest.raises(ValueError, match=message) as caught:
+        build(cfg)
     assert "feed_forward" in caught.value.__notes__[0]

@@ -1,5 +1,6 @@
 """The MoE layer: against a loop over tokens, with padding, on meshes, in bfloat16."""
 
+import contextlib
 import functools
 import math
 
@@ -9,7 +10,6 @@ import numpy as np
 import pytest
 
 from moelib.core.config import config_class
-from moelib.core.errors import UserError
 from moelib.core.module import UnconsumedAuxLossError, functional
 from moelib.core.precision import cast_parameters
 from moelib.layers.activation import Activation
@@ -21,14 +21,14 @@ from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
 from moelib.layers.moe.experts import FeedForwardExperts
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.router import Router, Score
-from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.parallel.sharding import named_shardings, sharding_rules
 from tests import tiny
 from tests.layers.calling import QUICK, build, call, call_and_collect, float64, initial, normal
+from tests.oracles.moe import routed, sigmoid, softmax, swiglu
 
 B, S, D, F, E, K = 8, 6, 8, 8, 4, 2
 X = normal(B, S, D)
-MASK = jnp.asarray(np.arange(S) < S - np.arange(B)[:, None] % 4)  # 0 to 3 tokens of padding.
+MASK = np.arange(S) < S - np.arange(B)[:, None] % 4  # 0 to 3 tokens of padding.
 
 
 def layer(**fields):
@@ -66,21 +66,21 @@ def value_and_grads(made, params, x, mask):
     return jax.value_and_grad(run, (0, 1), has_aux=True)(params, x, mask)
 
 
-def swiglu(x, up, down):
-    gate, value = x @ up[0], x @ up[1]
-    return (gate / (1 + np.exp(-gate)) * value) @ down
+def by_hand(params, mask=MASK):
+    """Returns (ids and weights of the assignments [B, S, K], output [B, S, D]) in float64."""
+    p, x = float64(params), X.astype(np.float64)
+    probs = softmax(x @ p["router"]["weight"])
+    ids = np.argsort(-probs, -1)[..., :K]
+    weights = np.take_along_axis(probs, ids, -1) * mask[..., None]
+    rows = (a.reshape(B * S, -1) for a in (x, ids, weights))
+    y = routed(p["experts"], *rows).reshape(B, S, D)
+    return ids, weights, y + swiglu(x, p["shared_experts"]["up"], p["shared_experts"]["down"])
 
 
-def test_a_token_gets_its_experts_by_their_weights_and_the_shared_one():
-    p, x = float64(PARAMS), X.astype(np.float64)
-    want = swiglu(x, p["shared_experts"]["up"], p["shared_experts"]["down"])
-    for b, s in zip(*np.nonzero(MASK), strict=True):
-        logits = x[b, s] @ p["router"]["weight"]
-        probs = np.exp(logits) / np.exp(logits).sum()
-        for e in np.argsort(-probs)[:K]:
-            expert = swiglu(x[b, s], p["experts"]["up"][e], p["experts"]["down"][e])
-            want[b, s] += probs[e] * expert
-    got = forward(LAYER, PARAMS, jnp.asarray(X), MASK)[0]
+@pytest.mark.parametrize("mask", [MASK, None], ids=["padded", "no mask"])
+def test_a_token_gets_its_experts_by_their_weights_and_the_shared_one(mask):
+    *_, want = by_hand(PARAMS, np.ones((B, S)) if mask is None else mask)
+    got = forward(LAYER, PARAMS, X, mask)[0]
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -96,44 +96,32 @@ def test_dispatchers_agree_in_every_gradient_with_padding_and_losses(scope, scor
     loss = LoadBalanceLoss.default_config().set(weight=0.5, scope=scope)
     fields = {"load_balance_loss": loss, "router": Router.default_config().set(score=score)}
     dense = layer(dispatcher=DenseDispatcher.default_config(), **fields)
-    got = value_and_grads(layer(**fields), PARAMS, jnp.asarray(X), MASK)
-    want = value_and_grads(dense, PARAMS, jnp.asarray(X), MASK)
+    got = value_and_grads(layer(**fields), PARAMS, X, MASK)
+    want = value_and_grads(dense, PARAMS, X, MASK)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
 
 
 def test_values_of_padding_change_no_output_loss_metric_or_gradient():
-    other = jnp.where(MASK[..., None], jnp.asarray(X), 7.0)
+    other = np.where(MASK[..., None], X, np.float32(7))
     got = value_and_grads(LAYER, PARAMS, other, MASK)
-    want = value_and_grads(LAYER, PARAMS, jnp.asarray(X), MASK)
+    want = value_and_grads(LAYER, PARAMS, X, MASK)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), got, want)
 
 
 def test_more_padding_changes_nothing():
     pad = ((0, 0), (0, 3))
-    longer = jnp.asarray(np.pad(X, (*pad, (0, 0)), constant_values=3.0))
-    y, got = forward(LAYER, PARAMS, longer, jnp.pad(MASK, pad))
-    want_y, want = forward(LAYER, PARAMS, jnp.asarray(X), MASK)
+    longer = np.pad(X, (*pad, (0, 0)), constant_values=3.0)
+    y, got = forward(LAYER, PARAMS, longer, np.pad(MASK, pad))
+    want_y, want = forward(LAYER, PARAMS, X, MASK)
     np.testing.assert_allclose(y[:, :S][MASK], want_y[MASK], atol=1e-6)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), got, want)
 
 
-def test_the_order_of_tokens_does_not_matter():
-    order = np.random.default_rng(1).permutation(S)
-    y, got = forward(LAYER, PARAMS, jnp.asarray(X)[:, order], MASK[:, order])
-    want_y, want = forward(LAYER, PARAMS, jnp.asarray(X), MASK)
-    np.testing.assert_allclose(y, want_y[:, order], atol=1e-6)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), got, want)
-
-
-def test_no_mask_means_no_padding():
-    got = forward(LAYER, PARAMS, jnp.asarray(X), None)[0]
-    want = forward(LAYER, PARAMS, jnp.asarray(X), jnp.ones((B, S), bool))[0]
-    np.testing.assert_array_equal(got, want)
-
-
 def test_a_token_with_nan_stays_by_itself():
-    want = forward(LAYER, PARAMS, jnp.asarray(X), MASK)[0]
-    got = np.asarray(forward(LAYER, PARAMS, jnp.asarray(X).at[2, 1].set(jnp.nan), MASK)[0])
+    want = forward(LAYER, PARAMS, X, MASK)[0]
+    bad = X.copy()
+    bad[2, 1] = np.nan
+    got = np.asarray(forward(LAYER, PARAMS, bad, MASK)[0])
     assert np.isnan(got[2, 1]).all()
     others = np.ones((B, S), bool)
     others[2, 1] = False
@@ -141,7 +129,7 @@ def test_a_token_with_nan_stays_by_itself():
 
 
 def test_auxiliary_losses_carry_their_weights():
-    _, outputs = forward(LAYER, PARAMS, jnp.asarray(X), MASK)
+    _, outputs = forward(LAYER, PARAMS, X, MASK)
     losses = outputs.aux_losses
     assert {name: float(loss.weight) for name, loss in losses.items()} == {
         "load_balance_loss": 0.5,
@@ -153,11 +141,11 @@ def test_auxiliary_losses_carry_their_weights():
 
 def test_counts_of_each_expert_are_reported_on_request():
     made = layer(report_expert_counts=True)
-    _, outputs = forward(made, PARAMS, jnp.asarray(X), MASK)
+    _, outputs = forward(made, PARAMS, X, MASK)
     counts = outputs.summaries["expert_counts"].mean
     assert counts.shape == (E,)
-    assert float(jnp.sum(counts)) == K * int(jnp.sum(MASK))
-    _, outputs = forward(LAYER, PARAMS, jnp.asarray(X), MASK)
+    assert float(np.sum(counts)) == K * MASK.sum()
+    _, outputs = forward(LAYER, PARAMS, X, MASK)
     assert "expert_counts" not in outputs.summaries
 
 
@@ -169,15 +157,15 @@ def test_auxiliary_losses_that_would_be_lost_are_an_error():
             return functional(LAYER, None, PARAMS, (x,), is_training=True)[0]
 
     with pytest.raises(UnconsumedAuxLossError, match="load_balance_loss, router_z_loss"):
-        call(build(Careless.default_config()), {}, jnp.asarray(X))
+        call(build(Careless.default_config()), {}, X)
 
 
 def test_bfloat16_tokens_are_routed_and_weighed_in_float32():
-    x = jnp.asarray(X, jnp.bfloat16)
+    x = X.astype(jnp.bfloat16)
     y, outputs = forward(LAYER, PARAMS, x, MASK)
     assert y.dtype == jnp.bfloat16
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(outputs))
-    want_y, want = forward(LAYER, PARAMS, x.astype(jnp.float32), MASK)
+    want_y, want = forward(LAYER, PARAMS, x.astype(np.float32), MASK)
     jax.tree.map(np.testing.assert_array_equal, outputs, want)  # Losses and metrics bit for bit.
     np.testing.assert_allclose(y.astype(jnp.float32), want_y, atol=0.02, rtol=2**-7)
 
@@ -191,24 +179,28 @@ GPT_OSS = {
 BALANCED = Router.default_config().set(bias_balancing=BiasBalancing.default_config())
 
 
+def random_parameters(made):
+    """Returns parameters of which none is zero."""
+    return jax.tree.map(lambda x: normal(*x.shape, seed=x.size), initial(made))
+
+
 def test_gpt_oss_experts_have_biases_and_its_router_too():
     made = layer(**GPT_OSS, shared_experts=None)
-    params = jax.tree.map(lambda x: jnp.asarray(normal(*x.shape, seed=x.size)), initial(made))
+    params = random_parameters(made)
     p, x = float64(params), X.astype(np.float64)
     experts, want = p["experts"], np.zeros_like(x)
     for b, s in zip(*np.nonzero(MASK), strict=True):
         logits = x[b, s] @ p["router"]["weight"] + p["router"]["bias"]
         best = np.argsort(-logits)[:K]
-        weights = np.exp(logits[best]) / np.exp(logits[best]).sum()
-        for e, weight in zip(best, weights, strict=True):
+        for e, weight in zip(best, softmax(logits[best]), strict=True):
             gate, up = np.einsum("d,ndf->nf", x[b, s], experts["up"][e]) + experts["up_bias"][e]
             gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
-            hidden = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+            hidden = (up + 1) * gate * sigmoid(1.702 * gate)
             want[b, s] += weight * (hidden @ experts["down"][e] + experts["down_bias"][e])
-    got = forward(made, params, jnp.asarray(X), MASK)[0]
+    got = forward(made, params, X, MASK)[0]
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
     low = cast_parameters(params, made.create_parameter_specs_recursively(), jnp.bfloat16)
-    x = jnp.asarray(X, jnp.bfloat16)
+    x = X.astype(jnp.bfloat16)
     assert jax.eval_shape(lambda p, x: call(made, p, x, MASK), low, x).dtype == jnp.bfloat16
 
 
@@ -216,90 +208,70 @@ def test_shared_experts_may_have_a_gate():
     made = layer(shared_gate=True)
     params = initial(made)
     p, x = float64(params), X.astype(np.float64)
-    gate = 1 / (1 + np.exp(-np.einsum("bsd,dn->bsn", x, p["shared_gate"])))
+    gate = sigmoid(x @ p["shared_gate"])
     shared = swiglu(x, p["shared_experts"]["up"], p["shared_experts"]["down"])
-    got = forward(made, params, jnp.asarray(X), MASK)[0]
-    routed = forward(layer(shared_experts=None), params, jnp.asarray(X), MASK)[0]
+    got = forward(made, params, X, MASK)[0]
+    routed = forward(layer(shared_experts=None), params, X, MASK)[0]
     np.testing.assert_allclose(got - routed, gate * shared, rtol=1e-5, atol=1e-5)
     assert np.ptp(gate) > 0.5
     assert made.active_parameters() == LAYER.active_parameters() + D
     assert made.forward_flops_per_token(S) == LAYER.forward_flops_per_token(S) + 2 * D
-    half = forward(made, params, jnp.asarray(X, jnp.bfloat16), MASK)[0]
+    half = forward(made, params, X.astype(jnp.bfloat16), MASK)[0]
     assert half.dtype == jnp.bfloat16
     np.testing.assert_allclose(half.astype(jnp.float32), got, atol=0.05)
 
 
-def test_a_gate_of_no_shared_experts_is_refused():
-    with pytest.raises(ValueError, match=r"layer: shared_gate=True.*shared_experts"):
-        layer(shared_experts=None, shared_gate=True)
+MESH = {"fsdp": 2, "seq": 2, "model": 2}
+SPLIT = {"expert": 2, "fsdp": 2, "model": 2}
 
 
 @pytest.mark.slow  # The layer is in the model that every run computes on a mesh.
 @pytest.mark.parametrize(
-    "fields",
-    [{"router": BALANCED, "shared_gate": True}, GPT_OSS],
-    ids=["balanced and gated", "gpt-oss"],
-)
-def test_a_mesh_gives_the_values_of_one_device(fields):
-    made = layer(**fields)
-    params = initial(made)
-    if "experts" in fields:
-        params = jax.tree.map(lambda x: jnp.asarray(normal(*x.shape, seed=x.size)), params)
-    mesh = create_device_mesh(mesh_shape_from_axes(fsdp=2, seq=2, model=2))
-    want = value_and_grads(made, params, jnp.asarray(X), MASK)
-    with jax.set_mesh(mesh):
-        shardings = named_shardings(made.create_parameter_specs_recursively(), mesh)
-        placed = jax.device_put(params, shardings)
-        got = value_and_grads(made, placed, jnp.asarray(X), MASK)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)
-
-
-@pytest.mark.parametrize(
-    ("dispatcher", "rules"),
+    ("axes", "dispatcher", "fields", "rules"),
     [
-        (RaggedDispatcher, {"expert_embed": ("fsdp", "model"), "expert_ffn": ()}),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                (RaggedDispatcher, {"expert_embed": ("model",), "expert_ffn": ()}),
-                (SortedDispatcher, {"experts": ("expert", "model"), "expert_ffn": ()}),
-            )
-        ),
+        (MESH, SortedDispatcher, {"router": BALANCED, "shared_gate": True}, {}),
+        (MESH, SortedDispatcher, GPT_OSS, {}),
+        # Weights may be split over an axis that splits no tokens.
+        (SPLIT, RaggedDispatcher, GPT_OSS, {"expert_embed": ("fsdp", "model"), "expert_ffn": ()}),
+        (SPLIT, RaggedDispatcher, GPT_OSS, {"expert_embed": ("model",), "expert_ffn": ()}),
+        (SPLIT, SortedDispatcher, GPT_OSS, {"experts": ("expert", "model"), "expert_ffn": ()}),
     ],
 )
-@pytest.mark.slow
-def test_weights_may_be_split_over_an_axis_that_splits_no_tokens(dispatcher, rules):
-    made = layer(dispatcher=dispatcher.default_config(), **GPT_OSS)
-    params = jax.tree.map(lambda x: jnp.asarray(normal(*x.shape, seed=x.size)), initial(made))
-    mesh = create_device_mesh(mesh_shape_from_axes(expert=2, fsdp=2, model=2))
-    want = value_and_grads(made, params, jnp.asarray(X), MASK)
+def test_a_mesh_gives_the_values_of_one_device(axes, dispatcher, fields, rules):
+    made = layer(dispatcher=dispatcher.default_config(), **fields)
+    params = random_parameters(made) if fields is GPT_OSS else initial(made)
+    want = value_and_grads(made, params, X, MASK)
+    mesh = tiny.mesh(**axes)
     with jax.set_mesh(mesh), sharding_rules(rules):
         shardings = named_shardings(made.create_parameter_specs_recursively(), mesh)
         placed = jax.device_put(params, shardings)
         assert not placed["experts"]["up"].sharding.is_fully_replicated
-        got = value_and_grads(made, placed, jnp.asarray(X), MASK)
+        got = value_and_grads(made, placed, X, MASK)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)
 
 
-def test_a_batch_that_does_not_divide_over_the_mesh_is_refused():
-    mesh = create_device_mesh(mesh_shape_from_axes(data=8))
-    message = r"'batch'.*size 4.*8"
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
-        call(LAYER, PARAMS, jnp.asarray(X)[:4], MASK[:4])
-
-
 @pytest.mark.parametrize(
-    ("axes", "rules", "names"),
+    ("num_rows", "axes", "rules", "named"),
     [
-        ({"expert": 2}, {"expert_ffn": ("expert", "model"), "experts": ()}, "'expert'.*'batch'"),
-        ({"seq": 2}, {"expert_ffn": ("seq", "model")}, "'seq'.*'sequence'"),
+        (4, {"data": 8}, {}, "'batch'.*size 4.*8"),
+        (
+            B,
+            {"model": 2, "fsdp": 2, "expert": 2},
+            {"expert_ffn": ("expert", "model"), "experts": ()},
+            "axis 'expert'.*'batch'.*'expert_ffn'",
+        ),
+        (
+            B,
+            {"model": 2, "fsdp": 2, "seq": 2},
+            {"expert_ffn": ("seq", "model")},
+            "axis 'seq'.*'sequence'.*'expert_ffn'",
+        ),
     ],
 )
-def test_an_axis_that_splits_tokens_and_hidden_units_is_refused(axes, rules, names):
-    mesh = create_device_mesh(mesh_shape_from_axes(model=2, fsdp=2, **axes))
-    message = rf"axis {names}.*'expert_ffn'"
-    with jax.set_mesh(mesh), sharding_rules(rules), pytest.raises(ValueError, match=message):
-        call(LAYER, PARAMS, jnp.asarray(X), MASK)
+def test_axes_that_cannot_split_tokens_are_refused(num_rows, axes, rules, named):
+    mesh = jax.set_mesh(tiny.mesh(**axes))
+    with mesh, sharding_rules(rules), pytest.raises(ValueError, match=named):
+        jax.eval_shape(functools.partial(call, LAYER), PARAMS, X[:num_rows], MASK[:num_rows])
 
 
 def test_active_parameters_and_flops_are_counted_by_hand():
@@ -329,42 +301,37 @@ class Widened(Router):
         super().__init__(cfg.clone(num_experts=cfg.num_experts + 2), parent=parent)
 
 
-@pytest.mark.parametrize("axes", [{}, {"expert": 4, "fsdp": 2}])
+@pytest.mark.parametrize("axes", [{}, {"expert": 4, "fsdp": 2}], ids=str)
 def test_local_experts_take_the_ids_after_those_of_experts_on_every_mesh(axes):
     router, local = Widened.default_config(), Halves.default_config()
     made = layer(router=router, local_experts=local, load_balance_loss=None)
     params = initial(made)
-    run = functools.partial(call_and_collect, made, params, jnp.asarray(X), MASK)
-    if axes:
-        with jax.set_mesh(tiny.mesh(**axes)):
-            got = run()[0]
-    else:
-        got = run()[0]
-    p, x = float64(params), X.astype(np.float64)
-    want = swiglu(x, p["shared_experts"]["up"], p["shared_experts"]["down"])
-    for b, s in zip(*np.nonzero(MASK), strict=True):
-        probs = np.exp(x[b, s] @ p["router"]["weight"])
-        probs /= probs.sum()
-        for e in np.argsort(-probs)[:K]:
-            up, down = (p["experts"][name][min(e, E - 1)] for name in ("up", "down"))
-            want[b, s] += probs[e] * (swiglu(x[b, s], up, down) if e < E else x[b, s] / 2)
+    with jax.set_mesh(tiny.mesh(**axes)) if axes else contextlib.nullcontext():
+        got = np.asarray(forward(made, params, X, MASK)[0])
+    ids, weights, want = by_hand(params)
+    want += np.sum(weights * (ids >= E), -1, keepdims=True) * X / 2
     np.testing.assert_allclose(got[MASK], want[MASK], rtol=1e-5, atol=1e-5)
 
 
-def test_more_assignments_than_experts_are_refused_with_the_routers_path():
-    with pytest.raises(ValueError, match=r"router: num_experts_per_token=5.*num_experts=4"):
-        layer(num_experts_per_token=5)
+LOSSES = {"load_balance_loss": LoadBalanceLoss, "router_z_loss": RouterZLoss}
 
 
-@pytest.mark.parametrize("weight", [-0.1, math.nan, math.inf])
-@pytest.mark.parametrize("name", ["load_balance_loss", "router_z_loss"])
-def test_a_loss_that_would_be_raised_is_refused(name, weight):
-    kind = {"load_balance_loss": LoadBalanceLoss, "router_z_loss": RouterZLoss}[name]
-    with pytest.raises(UserError, match=rf"layer: {name}\.weight={weight}"):
-        layer(**{name: kind.default_config().set(weight=weight)})
-
-
-def test_one_expert_has_nothing_to_balance():
-    made = layer(num_experts=1, num_experts_per_token=1)
-    with pytest.raises(ValueError, match="num_experts=1"):
-        call(made, initial(made), jnp.asarray(X), MASK)
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"shared_experts": None, "shared_gate": True}, "shared_gate=True.*shared_experts"),
+        ({"num_experts_per_token": 5}, "router: num_experts_per_token=5.*num_experts=4"),
+        *(
+            ({name: LOSSES[name].default_config().set(weight=weight)}, f"{name}.weight={weight}")
+            for name, weight in (
+                ("load_balance_loss", -0.1),
+                ("load_balance_loss", math.nan),
+                ("router_z_loss", math.inf),
+            )
+        ),
+        ({"num_experts": 1, "num_experts_per_token": 1}, "num_experts=1"),
+    ],
+)
+def test_fields_that_do_not_fit_are_refused(fields, named):
+    with pytest.raises(ValueError, match=named):
+        forward(made := layer(**fields), initial(made), X, MASK)

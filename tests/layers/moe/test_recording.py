@@ -1,5 +1,9 @@
 """Layers output their routing only inside `recording_routing`, and then without padding."""
 
+import contextlib
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,12 +25,9 @@ CFG = MoELayer.default_config().set(
 
 def outputs(recording, **fields):
     layer = build(CFG, **fields)
-    inputs = (jnp.asarray(normal(B, S, D)), jnp.asarray(MASK))
-    params = initial(layer)
-    if recording:
-        with recording_routing():
-            return functional(layer, None, params, inputs, is_training=False)[1].module_outputs
-    return functional(layer, None, params, inputs, is_training=False)[1].module_outputs
+    run = functools.partial(functional, layer, None, is_training=False)
+    with recording_routing() if recording else contextlib.nullcontext():
+        return jax.jit(run)(initial(layer), (normal(B, S, D), MASK))[1].module_outputs
 
 
 def test_a_layer_outputs_its_routing_only_if_it_is_recorded():
