@@ -14,7 +14,7 @@ import griffe
 
 # Methods that the authors of layers, norms, stacks and dispatchers override or call, by class.
 CONTRACT = {
-    "moelib.core.module.Module": ("_add_child", "_share_with_descendants", "_title"),
+    "moelib.core.module.Module": ("_add_child", "_title"),
     "moelib.layers.base.BaseLayer": (
         "_create_layer_parameter_specs",
         "_initializer",

@@ -299,7 +299,7 @@ def call_context(module: ModuleLike) -> Iterator[InvocationContext]:
     else:
         raise OutsideError(
             f"{module._title()} is not inside {context_stack()[0].module._title()}, which runs; "
-            "add it as a child, or share it with _share_with_descendants."
+            "add it as a child."
         )
     if not names:  # A module calls one that it is inside of.
         with set_current_context(context):
@@ -320,7 +320,7 @@ def call_context(module: ModuleLike) -> Iterator[InvocationContext]:
 class _Collecting:
     """A function to be transformed, which runs in copies of all contexts and returns their outputs.
 
-    Modules that it calls may be held by any context of the stack (shared modules), whose outputs
+    Modules that it calls may be held by any context of the stack, whose outputs
     must not contain tracers of the transformation.
     """
 

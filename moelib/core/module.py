@@ -33,11 +33,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ChildNameConflictError(ValueError):
-    """Two children, or two shared modules, of one module with the same name."""
-
-
-class InvalidDescendantError(ValueError):
-    """A shared module that is not inside the module that shares it."""
+    """Two children of one module with the same name."""
 
 
 class UnconsumedAuxLossError(RuntimeError):
@@ -130,7 +126,6 @@ class Module(Configurable):
         self.name: str = self._config.name
         self.parent = parent
         self.children: dict[str, Module] = {}
-        self._shared: dict[str, Module] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -188,38 +183,6 @@ class Module(Configurable):
             return object.__getattribute__(self, name)  # A property: raises its own error.
         where = f"{type(self).__qualname__} has no {name!r}"
         raise AttributeError(f"{where}; {did_you_mean(name, children)}" if children else where)
-
-    def _share_with_descendants(self, module: "Module", *, shared_module_name: str) -> None:
-        """Lets every module below this one reach `module` by `get_shared_module`.
-
-        Raises:
-            InvalidDescendantError: If the module is not inside this one.
-            ChildNameConflictError: If this one shares another module by the name.
-        """
-        if context.names_below(self, module) is None:
-            raise InvalidDescendantError(
-                f"{module._title()} is not below {self._title()}, which shares it."
-            )
-        if self._shared.setdefault(shared_module_name, module) is not module:
-            raise ChildNameConflictError(
-                f"{self._title()} shares {self._shared[shared_module_name]._title()} as "
-                f"{shared_module_name!r} already; share {module._title()} under another name."
-            )
-
-    @nowrap
-    def get_shared_module(self, shared_module_name: str) -> "Module":
-        """Returns the module that the nearest ancestor shares by that name."""
-        node: Module | None = self
-        known: set[str] = set()
-        while node is not None:
-            if shared_module_name in node._shared:
-                return node._shared[shared_module_name]
-            known |= node._shared.keys()
-            node = node.parent
-        raise KeyError(
-            f"{self._title()}: no module is shared as {shared_module_name!r}; "
-            + did_you_mean(shared_module_name, known)
-        )
 
     # The context.
 

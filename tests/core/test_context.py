@@ -298,8 +298,7 @@ class Sharing(Module):
 
     def __init__(self, cfg: Any, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        shared = self._add_child("shared", self.config.shared)
-        self._share_with_descendants(shared, shared_module_name="counter")
+        self._add_child("shared", self.config.shared)
         self._add_child("stack", Stack.default_config())
 
     def forward(self, do: Any) -> jax.Array:
@@ -313,9 +312,9 @@ def share(do: Any, shared: type[Module] = Counter) -> Any:
 
 
 @pytest.mark.parametrize("wrap", [None, remat])
-def test_a_shared_module_sees_the_state_that_its_earlier_call_left(wrap: Any):
+def test_a_module_of_the_parent_sees_the_state_that_its_earlier_call_left(wrap: Any):
     def twice(m: Any) -> jax.Array:
-        x, shared = jnp.zeros(()), m.get_shared_module("counter")
+        x, shared = jnp.zeros(()), m.parent.shared
         for _ in range(2):
             x = remat_in_context(shared, x, remat=wrap, children=[]) if wrap else shared(x)
         return x
@@ -327,9 +326,9 @@ def test_a_shared_module_sees_the_state_that_its_earlier_call_left(wrap: Any):
     assert list(collection.aux_losses) == ["shared", "shared#2"]
 
 
-def test_a_module_shared_from_outside_of_a_scan_gives_outputs_of_each_iteration():
+def test_a_module_from_outside_of_a_scan_gives_outputs_of_each_iteration():
     def scanned(m: Any) -> jax.Array:
-        iteration = lambda x, _: (m.get_shared_module("counter")(x), None)
+        iteration = lambda x, _: (m.parent.shared(x), None)
         return scan_in_context(iteration, carry=jnp.zeros(()), length=LENGTH, state={})[0]
 
     with pytest.raises(OutputConflictError, match="shared/count"):

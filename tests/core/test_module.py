@@ -22,7 +22,6 @@ from moelib.core.context import OutputConflictError, current_context
 from moelib.core.metrics import weighted
 from moelib.core.module import (
     ChildNameConflictError,
-    InvalidDescendantError,
     Module,
     UnconsumedAuxLossError,
     functional,
@@ -505,61 +504,24 @@ def test_an_auxiliary_loss_lost_in_a_nested_functional_is_an_error():
     assert evaluated.tolist() == [1.0, 1.0]
 
 
-# -- Shared modules ------------------------------------------------------------------------------
+# -- Modules outside of their children -----------------------------------------------------------
 
 
 class Head(Module):
     def forward(self, x: jax.Array) -> jax.Array:
-        return self.get_shared_module("emb").transposed(x)
+        return self.parent.parent.emb.transposed(x)
 
 
-class Sharing(Parent):
-    def __init__(self, cfg: Any, *, parent: Module | None):
-        super().__init__(cfg, parent=parent)
-        self._share_with_descendants(self.emb, shared_module_name="emb")
-
-
-def sharing() -> Sharing:
+def test_gradients_of_a_module_that_is_called_from_outside_its_parent_add_up():
     deep = Parent.default_config().set(children_={"head": Head.default_config()})
-    cfg = Sharing.default_config().set(name="root", children_={"emb": linear(), "deep": deep})
-    return cfg.instantiate(parent=None)
+    module = parent(emb=linear(), deep=deep)
 
-
-def test_a_shared_module_runs_with_its_own_state():
-    weight = jnp.arange(4.0).reshape(2, 2)
-    y, _ = run(
-        sharing(), lambda m: m.deep.head(jnp.ones((1, 2))), state={"emb": {"weight": weight}}
-    )
-    assert y.tolist() == [[1.0, 5.0]]
-
-
-def test_gradients_of_a_shared_module_add_up():
     def loss(weight: jax.Array) -> jax.Array:
         x = jnp.ones((1, 2))
-        both = run(
-            sharing(), lambda m: m.emb(x) + m.deep.head(x), state={"emb": {"weight": weight}}
-        )
+        both = run(module, lambda m: m.emb(x) + m.deep.head(x), state={"emb": {"weight": weight}})
         return jnp.sum(both[0])
 
     assert jax.grad(loss)(jnp.eye(2)).tolist() == [[2.0, 2.0], [2.0, 2.0]]
-
-
-def test_a_module_that_is_not_shared_is_refused_with_the_nearest():
-    with pytest.raises(KeyError, match=r"head:.*'embb'"):
-        sharing().deep.head.get_shared_module("embb")
-
-
-def test_two_shared_modules_of_one_name_are_refused():
-    module = parent(a=linear(), b=linear())
-    for _ in range(2):
-        module._share_with_descendants(module.a, shared_module_name="x")
-    with pytest.raises(ChildNameConflictError, match=r"children_.a.*'x'"):
-        module._share_with_descendants(module.b, shared_module_name="x")
-
-
-def test_only_descendants_can_be_shared():
-    with pytest.raises(InvalidDescendantError, match=r"^children_\.x .*root"):
-        parent()._share_with_descendants(parent(x=linear()).x, shared_module_name="x")
 
 
 # -- Errors --------------------------------------------------------------------------------------
