@@ -34,7 +34,6 @@ def test_no_command_is_an_error_that_shows_the_help(capsys):
     ("arguments", "message"),
     [
         (["trian"], "'trian'; did you mean 'train'"),
-        (["bench", "step"], "python -m benchmarks"),  # It has moved.
         (
             ["config", "--modul", "m"],
             "moelib config: unknown flag '--modul'; did you mean '--module'",
