@@ -191,7 +191,7 @@ def run(
 
 
 _ON_REQUEST = (
-    "has not run on one yet, so it must be named: "
+    "has run on one in tests only, so it must be named: "
     f"{backends.how_to_set('flash_attention', 'gpu')}. The check at the start of a run compares it "
     "with the reference."
 )
