@@ -16,6 +16,7 @@ from moelib.layers.rope import YarnRotaryEmbedding
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.parallel.sharding import named_shardings
 from tests.layers.calling import QUICK, build, call, float64, initial, normal
+from tests.oracles.attention import attention, rotated
 
 B, S, D, H, NOPE, ROPE, V = 4, 8, 8, 4, 6, 4, 3
 X = normal(B, S, D)
@@ -26,7 +27,7 @@ IN_DOCUMENTS = IN_ROWS - np.argmax(SEGMENTS[:, :, None] == SEGMENTS[:, None], ax
 QUERY_LATENT = {"q_lora_rank": 6}
 
 
-def attention(**fields):
+def latent_attention(**fields):
     sizes = {"kv_lora_rank": 4, "nope_head_dim": NOPE, "rope_head_dim": ROPE, "v_head_dim": V}
     # Larger weights than the default, so that scores differ.
     init = config_for_function(initializers.normal).set(std=0.5)
@@ -46,30 +47,18 @@ def parameters(layer):
 
 
 def run(layer, params, x, positions=IN_ROWS, segment_ids=None):
-    segments = None if segment_ids is None else jnp.asarray(segment_ids)
-    at = jnp.asarray(positions)
-    return call(layer, params, jnp.asarray(x), positions=at, segment_ids=segments)
-
-
-forward = jax.jit(run, static_argnums=0, compiler_options=QUICK)
+    return call(layer, params, x, positions=positions, segment_ids=segment_ids)
 
 
 def normalised(x, norm):
     return x / np.sqrt(np.mean(x**2) + 1e-6) * norm["scale"]
 
 
-def rotated(x, position, theta=1e4):
-    """Entries i and i + n/2 of the last dimension are one complex number."""
-    pairs = x[..., : ROPE // 2] + 1j * x[..., ROPE // 2 :]
-    pairs = pairs * np.exp(1j * position * theta ** (-2 * np.arange(ROPE // 2) / ROPE))
-    return np.concatenate([pairs.real, pairs.imag], -1)
-
-
-def by_hand(params, x, positions, segment_ids, score_factor=1.0):
-    """Eq. 9 to 19 of the paper in float64: token by token, then one query at a time."""
-    p, x = float64(params), x.astype(np.float64)
+def by_hand(layer, params, positions, segment_ids):
+    """Returns eq. 9 to 19 of the paper in float64: token by token, then one query at a time."""
+    cfg, p, x = layer.config, float64(params), X.astype(np.float64)
     query = np.zeros((B, S, H, NOPE + ROPE))
-    key, value, out = np.zeros_like(query), np.zeros((B, S, H, V)), np.zeros_like(x)
+    key, value = np.zeros_like(query), np.zeros((B, S, H, cfg.v_head_dim))
     for b, t in np.ndindex(B, S):
         h = x[b, t]
         latent = normalised(h @ p["kv_down"], p["kv_norm"])  # Eq. 9.
@@ -84,56 +73,27 @@ def by_hand(params, x, positions, segment_ids, score_factor=1.0):
             value[b, t, i] = latent @ p["kv_up"][:, i, NOPE:]  # Eq. 11.
             turned = rotated(queries[i, NOPE:], positions[b, t])  # Eq. 14.
             query[b, t, i] = *queries[i, :NOPE], *turned  # Eq. 16.
-    for b, t, i in np.ndindex(B, S, H):
-        seen = np.arange(t + 1)
-        seen = seen[segment_ids[b, seen] == segment_ids[b, t]]
-        scores = key[b, seen, i] @ query[b, t, i] * score_factor / np.sqrt(NOPE + ROPE)
-        weights = np.exp(scores - scores.max())
-        head = weights @ value[b, seen, i] / weights.sum()  # Eq. 18.
-        out[b, t] += head @ p["output"][i]  # Eq. 19.
-    return out
+    scale = cfg.score_factor / np.sqrt(NOPE + ROPE)
+    heads = attention(query, key, value, scale=scale, segment_ids=segment_ids)  # Eq. 18.
+    return np.einsum("bshv,hvd->bsd", heads, p["output"])  # Eq. 19.
 
 
-@pytest.mark.parametrize("fields", [{}, QUERY_LATENT, {"score_factor": 1.6}], ids=str)
-@pytest.mark.parametrize("packed", [False, True])
-def test_the_output_is_that_of_the_papers_formulas(fields, packed):
-    layer = attention(**fields)
+@pytest.mark.parametrize(
+    ("fields", "positions", "segment_ids"),
+    [
+        ({}, IN_ROWS, None),
+        (QUERY_LATENT, IN_DOCUMENTS, SEGMENTS),
+        ({"score_factor": 1.6}, IN_ROWS, None),
+        ({"v_head_dim": NOPE + ROPE + 2}, IN_DOCUMENTS, SEGMENTS),  # Values wider than keys.
+    ],
+    ids=["plain", "query latent, packed", "score factor", "wide values, packed"],
+)
+def test_the_output_is_that_of_the_papers_formulas(fields, positions, segment_ids):
+    layer = latent_attention(**fields)
     params = parameters(layer)
-    positions = IN_DOCUMENTS if packed else IN_ROWS
-    segments = SEGMENTS if packed else np.ones_like(SEGMENTS)
-    want = by_hand(params, X, positions, segments, fields.get("score_factor", 1.0))
-    got = forward(layer, params, X, positions, segments if packed else None)
+    got = run(layer, params, X, positions, segment_ids)
+    want = by_hand(layer, params, positions, segment_ids)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
-
-
-def test_values_may_be_wider_than_keys():
-    wide = attention(v_head_dim=NOPE + ROPE + 2)
-    params = parameters(wide)
-    narrow = {
-        **params,
-        "kv_up": params["kv_up"][..., : NOPE + V],
-        "output": params["output"][:, :V],
-    }
-    rest = {**params, "output": params["output"].at[:, :V].set(0.0)}
-    parts = forward(attention(), narrow, X) + forward(wide, rest, X)
-    np.testing.assert_allclose(forward(wide, params, X), parts, rtol=1e-5, atol=1e-5)
-
-
-def test_latents_and_keys_are_computed_token_by_token():
-    layer = attention()
-    params, x, positions = parameters(layer), jnp.asarray(X), jnp.asarray(IN_ROWS)
-    latent, key = call(layer, params, x, positions, method="latents")
-    assert latent.shape == (B, S, 4)
-    assert key.shape == (B, S, ROPE)
-    k, v = call(layer, params, latent, key, method="keys_and_values")
-    assert k.shape == (B, S, H, NOPE + ROPE)
-    assert v.shape == (B, S, H, V)
-    for t in (0, 5):
-        token = slice(t, t + 1)
-        held = call(layer, params, x[:, token], positions[:, token], method="latents")
-        made = call(layer, params, *held, method="keys_and_values")
-        for got, want in zip((*held, *made), (latent, key, k, v), strict=True):
-            np.testing.assert_allclose(got, want[:, token], rtol=1e-5, atol=1e-6)
 
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
@@ -149,9 +109,9 @@ def value_and_grads(layer, params, x):
     "fields", [{}, pytest.param(QUERY_LATENT, marks=pytest.mark.slow)], ids=str
 )
 def test_a_mesh_gives_the_values_of_one_device_and_every_parameter_a_gradient(fields):
-    layer = attention(**fields)
+    layer = latent_attention(**fields)
     params = parameters(layer)
-    want = value_and_grads(layer, params, jnp.asarray(X))
+    want = value_and_grads(layer, params, X)
     for grad in jax.tree.leaves(want[1]):
         assert float(jnp.min(jnp.max(jnp.abs(grad), 0))) > 1e-3
     mesh = create_device_mesh(mesh_shape_from_axes(fsdp=2, seq=2, model=2))
@@ -159,14 +119,14 @@ def test_a_mesh_gives_the_values_of_one_device_and_every_parameter_a_gradient(fi
         shardings = named_shardings(layer.create_parameter_specs_recursively(), mesh)
         placed = jax.device_put(params, shardings)
         assert placed["kv_up"].sharding.shard_shape((4, H, NOPE + V)) == (2, H // 2, NOPE + V)
-        got = value_and_grads(layer, placed, jnp.asarray(X))
+        got = value_and_grads(layer, placed, X)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         # Small elements are differences of large ones, whose rounding differs between machines.
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6 * float(jnp.max(jnp.abs(y))))
 
 
 def test_what_remat_may_keep_has_the_names_of_other_attention():
-    layer = attention(**QUERY_LATENT)
+    layer = latent_attention(**QUERY_LATENT)
     params = parameters(layer)
     names = ["attention_q", "attention_kv", "attention_context", "attention_output"]
     loss = lambda x: jnp.sum(jnp.square(run(layer, params, x)))
@@ -176,29 +136,24 @@ def test_what_remat_may_keep_has_the_names_of_other_attention():
 
 
 def test_bfloat16_stays_near_float32():
-    layer = attention(**QUERY_LATENT)
+    layer = latent_attention(**QUERY_LATENT)
     params = parameters(layer)
-    got = forward(layer, params, jnp.asarray(X, jnp.bfloat16))
+    got = run(layer, params, X.astype(jnp.bfloat16))
     assert got.dtype == jnp.bfloat16
-    np.testing.assert_allclose(got.astype(jnp.float32), forward(layer, params, X), atol=0.1)
+    np.testing.assert_allclose(got.astype(jnp.float32), run(layer, params, X), atol=0.1)
 
 
 def lite(**fields):
     sizes = {"input_dim": 2048, "num_heads": 16, "kv_lora_rank": 512, "v_head_dim": 128}
     rope = YarnRotaryEmbedding.default_config().set(factor=40.0, original_context=4096)
-    return attention(**sizes, nope_head_dim=128, rope_head_dim=64, rope=rope, **fields)
+    return latent_attention(**sizes, nope_head_dim=128, rope_head_dim=64, rope=rope, **fields)
 
 
-def test_deepseek_v2_lite_has_its_published_sizes():
+def test_sizes_and_flops_are_those_of_deepseek_v2_lite():
     specs = jax.tree.leaves(lite().create_parameter_specs_recursively(), is_leaf=is_spec)
     # q_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj, and the norm of the latent.
     matrices = 3072 * 2048 + 576 * 2048 + 4096 * 512 + 2048 * 2048
-    assert sum(spec.size for spec in specs) == matrices + 512
-    assert lite().active_parameters() == matrices + 512
-
-
-def test_flops_are_counted_by_hand():
-    matrices = 3072 * 2048 + 576 * 2048 + 4096 * 512 + 2048 * 2048
+    assert sum(spec.size for spec in specs) == lite().active_parameters() == matrices + 512
     # A token sees 1, 2, ... S keys, of 192 entries, and as many values, of 128.
     seen = sum(range(1, S + 1)) / S
     assert lite().forward_flops_per_token(S) == 2 * matrices + 2 * seen * 16 * (192 + 128)
@@ -222,4 +177,4 @@ def test_flops_are_counted_by_hand():
 )
 def test_sizes_that_do_not_fit_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
-        attention(**fields)
+        latent_attention(**fields)

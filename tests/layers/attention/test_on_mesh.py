@@ -27,10 +27,15 @@ SEGMENTS = jnp.asarray(
     [np.repeat([1, 2, 3, 0], [*row, S - row.sum()]) for row in LENGTHS], jnp.int32
 )
 MESHES = [
-    {"seq": 8},
     {"seq": 4, "model": 2},
-    {"expert": 2, "seq": 2, "model": 2},
-    {"fsdp": 2, "expert": 2, "model": 2},
+    *(
+        pytest.param(axes, marks=pytest.mark.slow)
+        for axes in (
+            {"seq": 8},
+            {"expert": 2, "seq": 2, "model": 2},
+            {"fsdp": 2, "expert": 2, "model": 2},
+        )
+    ),
 ]
 CASES = {
     "plain": (PLAIN, None, None),
@@ -59,22 +64,8 @@ def on_mesh(axes, spec, *arrays):
         return jax.device_get(pulled(attend, spec, *arrays))
 
 
-# The hardest cases on all meshes; they include the simple ones.
-SIMPLE = ("plain", "packed")
-PAIRS = [
-    pytest.param(
-        mesh,
-        case,
-        marks=()
-        if "all" in case or (mesh == MESHES[0] and case not in SIMPLE)
-        else pytest.mark.slow,
-    )
-    for mesh in MESHES
-    for case in CASES
-]
-
-
-@pytest.mark.parametrize(("mesh", "case"), PAIRS, ids=str)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("case", CASES)
 def test_every_mesh_equals_the_reference_on_one_device(mesh, case):
     spec, segments, sinks = CASES[case]
     got = on_mesh(mesh, spec, Q, K, V, sinks, segments)
@@ -126,28 +117,26 @@ def test_a_ring_in_bfloat16_is_summed_in_float32():
     np.testing.assert_allclose(got.astype(np.float32), want, atol=2e-2)
 
 
-def test_a_sequence_that_does_not_divide_in_pieces_is_refused():
-    x = jnp.zeros((2, 24, 2, 8))
-    with (
-        jax.set_mesh(create_device_mesh(mesh_shape_from_axes(seq=8))),
-        pytest.raises(ValueError, match=r"seq_len=24.*into 16"),
-    ):
-        attend(x, x, x, spec=PLAIN)
+UNEVEN = np.zeros((2, 24, 2, 8), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("axes", "arrays", "named"),
+    [
+        ({"seq": 8}, (UNEVEN, UNEVEN, UNEVEN), "seq_len=24.*16"),
+        ({"model": 4, "data": 2}, (Q, K, V), "keys:.*'activation_heads'.*2"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(axes, arrays, named):
+    mesh = create_device_mesh(mesh_shape_from_axes(**axes))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=named):
+        jax.eval_shape(functools.partial(attend, spec=PLAIN), *arrays)
 
 
 @pytest.mark.parametrize("spec", [PLAIN._replace(window=8), PLAIN._replace(causal=False)])
 def test_a_plain_split_needs_one_piece_for_each_device(spec):
-    x = jnp.zeros((2, 24, 2, 8))
     with jax.set_mesh(create_device_mesh(mesh_shape_from_axes(seq=8))):
-        assert jax.eval_shape(lambda x: attend(x, x, x, spec=spec), x).shape == x.shape
-
-
-def test_key_heads_that_do_not_divide_are_refused():
-    with (
-        jax.set_mesh(create_device_mesh(mesh_shape_from_axes(model=4, data=2))),
-        pytest.raises(ValueError, match=r"keys:.*'activation_heads'.*size 2"),
-    ):
-        attend(Q, K, V, spec=PLAIN)
+        assert jax.eval_shape(lambda x: attend(x, x, x, spec=spec), UNEVEN).shape == UNEVEN.shape
 
 
 @pytest.mark.slow
