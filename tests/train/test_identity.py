@@ -12,7 +12,6 @@ from moelib.core.versions import library_versions
 from moelib.layers.moe.dispatch import SortedDispatcher
 from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
 from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
-from moelib.layers.moe.layer import MoELayer
 from moelib.learner import schedules, transforms
 from moelib.learner.moments import MomentFormat
 from moelib.train import identity as identity_lib
@@ -64,28 +63,30 @@ def scheduled(**fields):
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "name", "message"),
+    ("path", "was", "value", "name"),
     [
-        ("max_step", 16, "schedule", r"max_step is 8 in .*, and 16 in this config"),
-        ("learner.optimizer.learning_rate.max_step", 4, "schedule", "is not set .* and 4 in"),
-        ("train_dtype", "bfloat16", "train_dtype", "train_dtype is not set .* and 'bfloat16' in"),
-        ("num_microbatches", 2, "accumulation", "num_microbatches is 1 .* and 2 in"),
-        ("model.aux_weight", 0.5, "config", "model.aux_weight is 0.01 .* and 0.5 in"),
+        ("max_step", "8", 16, "schedule"),
+        ("learner.optimizer.learning_rate.max_step", "not set", 4, "schedule"),
+        ("train_dtype", "not set", "bfloat16", "train_dtype"),
+        ("num_microbatches", "1", 2, "accumulation"),
+        ("model.dim", "16", 24, "config"),
+        ("prng_seed", "0", 3, "config"),
+        ("input.seq_len", "16", 32, "config"),
+        ("learner.optimizer.weight_decay", "0.0", 0.5, "config"),
+        ("learner.ema.decay", "not set", 0.9, "config"),
     ],
 )
-def test_a_change_of_all_further_steps_must_be_accepted(
-    path, value, name, message, tmp_path, caplog
-):
+def test_a_change_of_all_further_steps_must_be_accepted(path, was, value, name, tmp_path, caplog):
     write_config(scheduled(), str(tmp_path))
     cfg = scheduled()
     check_directory(cfg, str(tmp_path))
     cfg.set_recursively(path, value=value)
-    with pytest.raises(TrainerDirConflictError, match=f"{message}.*--accept_changes={name}"):
+    message = f"{path} is {was} .* and {value!r} in .*--accept_changes={name}"
+    with pytest.raises(TrainerDirConflictError, match=message):
         check_directory(cfg, str(tmp_path))
     assert not caplog.records
     check_directory(cfg.set(accept_changes=[name]), str(tmp_path))
-    (record,) = caplog.records
-    assert path in record.message
+    assert path in caplog.records[0].message
     write_config(cfg.set(accept_changes=None), str(tmp_path))
     check_directory(cfg, str(tmp_path))
 
@@ -121,12 +122,6 @@ def test_rates_clipping_skipping_and_operation_change_with_an_event(tmp_path, ca
         assert {event["step"] for event in events} == {7}
         assert "dir" not in found
         assert len(found) == len(events) == len(caplog.records)
-    second.weight_decay = 0.5
-    with pytest.raises(TrainerDirConflictError, match=r"weight_decay is .* and 0\.5 in"):
-        check_directory(cfg, str(tmp_path), record)
-    check_directory(cfg.set(accept_changes=["config"]), str(tmp_path), record)
-    accepted = read_events(str(tmp_path))[-1]
-    assert accepted["path"] == "learner.optimizer.args[1].weight_decay"
 
 
 def test_many_changes_are_events_and_some_lines(tmp_path, caplog):
@@ -147,36 +142,17 @@ def test_moments_in_8_bits_are_not_converted(folder):
     check_directory(cfg, str(folder))
 
 
-def test_other_changes_since_the_checkpoint_are_logged(tmp_path, caplog):
-    versions = library_versions() | {"jax": "0.1"}
-    record = dataclasses.replace(
-        record_of(scheduled()), mesh={"data": 1, "fsdp": 8}, versions=versions
-    )
-    write_config(scheduled(), str(tmp_path))  # As of a start on this mesh that took no step.
-    check_directory(scheduled(), str(tmp_path), record, mesh={"data": 1, "fsdp": 4})
-    lines = [line.message for line in caplog.records]
-    assert [line.split()[0] for line in lines] == ["mesh", "jax"]
-    for part in ("fsdp=8", "fsdp=4", "step 7"):
-        assert part in lines[0]
+def test_other_libraries_than_at_the_checkpoint_are_logged(tmp_path, caplog):
+    cfg = scheduled()
+    record = dataclasses.replace(record_of(cfg), versions=library_versions() | {"jax": "0.1"})
+    write_config(cfg, str(tmp_path))  # As of a start with these libraries that took no step.
+    check_directory(cfg, str(tmp_path), record)
+    (line,) = (line.message for line in caplog.records)
+    assert line.startswith("jax was 0.1 in ")
+    assert "step 7" in line
     caplog.clear()
-    earlier = dataclasses.replace(record, mesh={}, versions={})
-    check_directory(scheduled(), str(tmp_path), earlier, mesh={"fsdp": 4})
+    check_directory(cfg, str(tmp_path), record_of(cfg), mesh={"fsdp": 4})  # Without a mesh.
     assert not caplog.records
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        ("model.dim", 24, r"model.dim.*16.*24"),
-        ("prng_seed", 3, r"prng_seed.*0.*3"),
-        ("input.seq_len", 32, r"input.seq_len.*16"),
-        ("learner.optimizer.b1", 0.5, r"learner.optimizer.b1.*0\.9"),
-        ("learner.ema.decay", 0.9, r"learner.ema.decay.*0.9"),
-    ],
-)
-def test_setting_that_may_not_change(folder, path, value, message):
-    with pytest.raises(TrainerDirConflictError, match=message):
-        check_directory(changed(path, value), str(folder))
 
 
 def test_the_class_of_the_trainer_and_its_own_fields_may_not_change():
@@ -264,19 +240,16 @@ def test_a_new_field_at_its_default_is_no_difference(folder):
         check_directory(changed("model.aux_weight", 0.5), str(folder))
 
 
-def test_capacity_of_a_dispatcher_may_not_change_but_its_kind_may():
-    def lines(dispatcher):
-        moe = MoELayer.default_config().set(dispatcher=dispatcher)
-        return identity(tiny.trainer_config("somewhere").set(model=moe).debug_string())
+def test_chunks_of_the_loss_and_the_kind_of_a_dispatcher_may_change_but_not_its_capacity():
+    def lines(model):
+        return identity(tiny.trainer_config("somewhere").set(model=model).debug_string())
 
-    ragged = lines(RaggedDispatcher.default_config())
-    assert ragged == lines(SortedDispatcher.default_config())
-    capacity = lines(CapacityDispatcher.default_config().set(capacity_factor=2.0))
+    assert lines(tiny.model_config()) == lines(tiny.model_config(loss_chunk_size=64))
+    dispatchers = [
+        RaggedDispatcher.default_config(),
+        SortedDispatcher.default_config(),
+        CapacityDispatcher.default_config().set(capacity_factor=2.0),
+    ]
+    ragged, by_sort, capacity = (lines(tiny.plain_moe(dispatcher=x)) for x in dispatchers)
+    assert ragged == by_sort
     assert capacity.items() - ragged.items() == {("model.dispatcher.capacity_factor", "2.0")}
-
-
-def test_chunks_of_the_loss_may_change():
-    lines = lambda size: identity(
-        tiny.trainer_config("x").set(model=tiny.model_config(loss_chunk_size=size)).debug_string()
-    )
-    assert lines(None) == lines(64)

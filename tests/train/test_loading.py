@@ -3,8 +3,6 @@
 import dataclasses
 import importlib
 import json
-import os
-import pathlib
 import shutil
 import sys
 
@@ -17,7 +15,7 @@ from moelib.checkpoint.contents import CheckpointRecord, DamagedCheckpointError
 from moelib.core import tree, trusted_code
 from moelib.core.errors import UserError
 from moelib.data.mixture import Mixture
-from moelib.data.tokenizer import train_bpe
+from moelib.train.identity import write_config
 from moelib.train.loading import load_model
 from tests import tiny
 from tests.train import small_run
@@ -72,15 +70,31 @@ def load_own(run, **settings):
     return load_model(str(run), module_dir=str(run.parent), **settings)
 
 
-def test_a_run_is_loaded_from_anywhere_without_its_data(run):
-    stores = [run.parent / name for name in ("a", "b")]
-    for store in stores:
-        store.rename(f"{store}.moved")
-    try:
-        model = load_own(run)
-    finally:
-        for store in stores:
-            os.rename(f"{store}.moved", store)
+@pytest.fixture
+def moved(run, tmp_path):
+    """Returns the folder of a copy of the run and its module; the module's folder is gone."""
+    shutil.copytree(run, tmp_path / "run")
+    shutil.copy(run.parent / "own_layers.py", tmp_path)
+    (tmp_path / "run/run.json").write_text(json.dumps({"module_dirs": ["/gone"]}))
+    return tmp_path / "run"
+
+
+def change_records(run, steps=(1, 2), **values):
+    """Changes values in the records of a run's checkpoints."""
+    for step in steps:
+        path = str(run / f"checkpoints/step_0000000{step}")
+        dataclasses.replace(CheckpointRecord.read(path), **values).write(path)
+
+
+def damage_newest(run):
+    """Changes the checksum of an array in the record of step 2."""
+    record = CheckpointRecord.read(str(run / "checkpoints/step_00000002"))
+    checksums = record.checksums | {"model/lm_head/weight": "0" * 16}
+    change_records(run, [2], checksums=checksums)
+
+
+def test_a_run_is_loaded_from_anywhere_without_its_data(moved):
+    model = load_own(moved)
     assert (model.step, model.max_length, model.dtype) == (2, 64, "bfloat16")
     assert model.tokenizer.eos_token == small_run.END
     assert model.tokenizer.bos_id is None
@@ -105,10 +119,7 @@ def test_parameters_have_the_dtype_of_training_or_another(run):
 def test_a_mesh_holds_the_parameters_in_parts(run):
     whole, split = load_own(run), load_own(run, mesh="fsdp=4,model=2")
     assert split.mesh is not None
-    for (path, a), b in zip(
-        tree.flatten_items(whole.parameters), jax.tree.leaves(split.parameters), strict=True
-    ):
-        np.testing.assert_array_equal(a, b, err_msg=path)
+    jax.tree.map(np.testing.assert_array_equal, whole.parameters, split.parameters)
     table = split.parameters["embedding"]["weight"]
     assert table.addressable_shards[0].data.size == table.size // 8
     with split.on_mesh():
@@ -124,36 +135,21 @@ def test_checkpoints_are_named_by_step(run):
     assert not np.array_equal(leaves[0], leaves[1])
 
 
-def test_damaged_parameters_are_refused_unless_checksums_are_skipped(run, tmp_path):
-    shutil.copytree(run, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run/checkpoints/step_00000001")
-    path = str(tmp_path / "run/checkpoints/step_00000002")
-    record = CheckpointRecord.read(path)
-    record.checksums["model/lm_head/weight"] = "0" * 16
-    record.write(path)
-    module_dir = str(run.parent)
+def test_damaged_parameters_are_refused_unless_checksums_are_skipped(moved):
+    shutil.rmtree(moved / "checkpoints/step_00000001")
+    damage_newest(moved)
     with pytest.raises(DamagedCheckpointError, match="'model/lm_head/weight' differs"):
-        load_model(tmp_path / "run", module_dir=module_dir)
-    loaded = load_model(tmp_path / "run", module_dir=module_dir, skip_checksums=True)
+        load_own(moved)
+    loaded = load_own(moved, skip_checksums=True)
     assert (loaded.step, loaded.at_step(2).step) == (2, 2)
 
 
-@pytest.fixture
-def moved(run, tmp_path):
-    """Returns the folder of a copy of the run; the folder of its module is gone."""
-    shutil.copytree(run, tmp_path / "run")
-    (tmp_path / "run/run.json").write_text(json.dumps({"module_dirs": ["/gone"]}))
-    return tmp_path / "run"
-
-
-def test_an_own_module_is_named_and_found_in_module_dir(run, moved, monkeypatch):
+def test_an_own_module_is_named_and_found_in_module_dir(moved, monkeypatch):
+    monkeypatch.chdir(moved.parent)  # The current folder holds the module.
+    monkeypatch.syspath_prepend(str(moved.parent))
     with pytest.raises(UserError, match=r"config\.txt.*'own_layers'.*--module_dir.*/gone"):
         load_model(str(moved))
-    monkeypatch.chdir(run.parent)  # The current folder holds the module.
-    monkeypatch.syspath_prepend(str(run.parent))
-    with pytest.raises(UserError, match="'own_layers'"):
-        load_model(str(moved))
-    load_model(str(moved), module_dir=str(run.parent))
+    load_own(moved)
 
 
 def test_a_module_that_the_user_has_imported_may_be_named(run, monkeypatch):
@@ -162,58 +158,46 @@ def test_a_module_that_the_user_has_imported_may_be_named(run, monkeypatch):
     load_model(str(run))
 
 
-def test_the_config_is_that_of_the_checkpoint(run, moved, caplog):
-    file = moved / "config.txt"
-    text = file.read_text()
-    load_model(moved, module_dir=str(run.parent))
-    file.write_text(text.replace("max_step: 2\n", "max_step: 9\n"))  # A resume has accepted this.
-    assert load_model(moved, module_dir=str(run.parent)).config.max_step == 2
+def test_the_config_is_that_of_the_checkpoint(moved, caplog):
+    file, eps = moved / "config.txt", "model.output_norm.eps: 1e-0"
+    load_own(moved)
     assert not caplog.records
-    file.write_text(text.replace("model.output_norm.eps: 1e-06", "model.output_norm.eps: 1e-01"))
-    assert load_model(moved, module_dir=str(run.parent)).config.model.output_norm.eps == 1e-6
+    file.write_text(file.read_text().replace(f"{eps}6", f"{eps}1"))
+    assert load_own(moved).config.model.output_norm.eps == 1e-6
     (line,) = (record.message for record in caplog.records)
-    assert f"{file} is not the config of step 2, which is used instead" in line
-    assert "model.output_norm.eps is 0.1 in the file" in line
-    as_it_is = load_model(moved, module_dir=str(run.parent), skip_checksums=True)
-    assert as_it_is.config.model.output_norm.eps == 0.1
+    assert f"{file} is not the config of step 2" in line
+    assert load_own(moved, skip_checksums=True).config.model.output_norm.eps == 0.1
     file.unlink()
-    assert load_model(moved, module_dir=str(run.parent)).config.max_step == 2
+    assert load_own(moved).config.max_step == 2
 
 
 def test_each_step_has_the_config_that_trained_it(run, moved, monkeypatch):
     monkeypatch.syspath_prepend(str(run.parent))
     importlib.import_module("own_layers")
-    first, last = (str(moved / f"checkpoints/step_0000000{step}") for step in (1, 2))
-    record = CheckpointRecord.read(first)
-    config = record.config.replace("model.output_norm.eps: 1e-06", "model.output_norm.eps: 1e-01")
-    config = config.replace("train_dtype: 'bfloat16'", "train_dtype: 'float16'")
-    dataclasses.replace(record, config=config).write(first)
+    config = (moved / "config.txt").read_text()
+    config = config.replace("model.output_norm.eps: 1e-06", "model.output_norm.eps: 1e-01")
+    change_records(moved, [1], config=config.replace("'bfloat16'", "'float16'"))
     read = lambda model: (model.step, model.model.config.output_norm.eps, model.dtype)
     newest = load_model(moved, mesh="data=8")
     assert read(newest) == (2, 1e-6, "bfloat16")
     other = newest.at_step(1)
     assert read(other) == read(load_model(moved, step=1)) == (1, 0.1, "float16")
     assert (other.mesh, read(other.at_step(None))) == (newest.mesh, read(newest))
-    record = CheckpointRecord.read(last)
-    record.checksums["model/lm_head/weight"] = "0" * 16  # The newest is damaged.
-    record.write(last)
+    damage_newest(moved)
     assert read(load_model(moved)) == read(other)
-    dataclasses.replace(CheckpointRecord.read(first), files={"tokenizer.json": "0"}).write(first)
+    change_records(moved, [1], files={"tokenizer.json": "0"})
     with pytest.raises(UserError, match="record of step 1"):
         newest.at_step(1)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_changed_or_missing_file_of_the_tokenizer_is_named(run, moved, name):
+def test_a_changed_or_missing_file_of_the_tokenizer_is_named(moved, name):
     file = moved / name
-    file.write_text(file.read_text() + " ")
-    named = rf"{file} .*record of step 2.*--skip_checksums"
-    with pytest.raises(UserError, match=named):
-        load_model(moved, module_dir=str(run.parent), require_tokenizer=False)
-    load_model(moved, module_dir=str(run.parent), skip_checksums=True)
-    file.unlink()
-    with pytest.raises(UserError, match=named):
-        load_model(moved, module_dir=str(run.parent), require_tokenizer=False)
+    for change in (lambda: file.write_text(file.read_text() + " "), file.unlink):
+        change()
+        with pytest.raises(UserError, match=rf"{file} .*record of step 2.*--skip_checksums"):
+            load_own(moved, require_tokenizer=False)
+    load_own(moved, skip_checksums=True, require_tokenizer=False)
 
 
 def test_a_tokenizer_that_changes_before_the_first_checkpoint_is_named(tmp_path, monkeypatch):
@@ -231,50 +215,39 @@ def test_a_tokenizer_that_changes_before_the_first_checkpoint_is_named(tmp_path,
         load_model(tmp_path / "run")
 
 
-def change_records(run, **values):
-    """Changes values in the records of a run's checkpoints."""
-    for path in (run / "checkpoints").iterdir():
-        record = CheckpointRecord.read(str(path))
-        dataclasses.replace(record, **values).write(str(path))
-
-
 def test_a_run_without_a_tokenizer_has_that_of_its_input(run, moved, monkeypatch):
     change_records(moved, files={})
     (moved / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"tokenizer\.json"):
-        load_model(str(moved), module_dir=str(run.parent))
+        load_own(moved)
     monkeypatch.chdir(run.parent)
-    assert load_model(str(moved)).tokenizer.eos_token == small_run.END
+    assert load_own(moved).tokenizer.eos_token == small_run.END
     shutil.copy("a/tokenizer.json", moved)
     (moved / "tokenizer_config.json").unlink()
     with pytest.raises(UserError, match=r"tokenizer_config\.json.*eos_token"):
-        load_model(str(moved))
+        load_own(moved)
 
 
 @pytest.mark.parametrize(
     ("line", "changed", "message"),
     [
         ("model.vocab_size: 400\n", "", "vocab_size"),
-        (
-            "own_layers:",
-            "own_layers:Gone.",
-            r"\.klass: 'own_layers:Gone\..*import it in own_layers",
-        ),
+        ("own_layers:", "own_layers:Gone.", r"\.klass: 'own_layers:Gone\..*import it in"),
         ("own_layers:", "gone:", r"\.klass: .*'gone'.*--module_dir.*import it in gone"),
     ],
 )
-def test_a_config_that_no_longer_fits_is_named(run, moved, line, changed, message):
+def test_a_config_that_no_longer_fits_is_named(moved, line, changed, message):
     text = (moved / "config.txt").read_text()
     assert line in text
     change_records(moved, config=text.replace(line, changed))
     with pytest.raises(UserError, match=message):
-        load_model(str(moved), module_dir=str(run.parent))
+        load_own(moved)
 
 
 def test_a_folder_without_a_model_or_a_tokenizer_is_named(tmp_path):
     with pytest.raises(UserError, match=r"config\.txt.*config\.json"):
         load_model(str(tmp_path))
-    tiny.trainer_config(tmp_path, max_step=1, evaler=False).instantiate(parent=None).run()
+    write_config(tiny.trainer_config(tmp_path), str(tmp_path))
     with pytest.raises(UserError, match="SyntheticTokens"):
         load_model(str(tmp_path))
 
@@ -290,32 +263,32 @@ def hub(tmp_path_factory):
 
 
 def test_a_hugging_face_model_is_read_as_it_was_published(hub):
-    model = load_model(str(hub))
+    model = load_model(hub)
+    assert model.folder == str(hub)
     assert {x.dtype for x in without_norms(model)} == {jnp.dtype("bfloat16")}
     norm = model.parameters["output_norm"]["scale"]
     assert norm.dtype == jnp.float32
     assert model.tokenizer.encode_prompts(["document"])[0][0] == 256
     assert (model.stop_ids, model.max_length, model.config) == ((7, 256), 40, None)
     full = load_model(str(hub), dtype="float32", mesh="fsdp=8")
-    assert {x.dtype for x in jax.tree.leaves(full.parameters)} == {jnp.dtype("float32")}
+    found = {(str(x.dtype), len(x.devices())) for x in jax.tree.leaves(full.parameters)}
+    assert found == {("float32", 8)}
 
 
-def test_a_tokenizer_of_another_model_is_refused(hub, tmp_path):
+@pytest.mark.parametrize(
+    ("file", "settings", "message"),
+    [
+        ("tokenizer_config.json", {"eos_token": None}, r"tokenizer_config\.json.*eos_token"),
+        ("config.json", {"eos_token_id": [7, 288]}, "eos_token_id is 288.*vocab_size=288"),
+        ("generation_config.json", {"eos_token_id": 288}, "eos_token_id is 288.*vocab_size=288"),
+        ("config.json", {"vocab_size": 270}, "2[78]. tokens.*vocab_size=270"),
+    ],
+)
+def test_a_tokenizer_of_another_model_is_refused(hub, tmp_path, file, settings, message):
     shutil.copytree(hub, tmp_path / "hub")
-    train_bpe(small_run.TEXTS, 300, str(tmp_path / "hub"))
-    with pytest.raises(UserError, match=r"300 tokens.*vocab_size=288"):
-        load_model(str(tmp_path / "hub"))
-    (tmp_path / "hub/tokenizer_config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"tokenizer_config\.json.*eos_token"):
-        load_model(str(tmp_path / "hub"))
-
-
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_an_end_beyond_the_vocabulary_is_refused(hub, tmp_path, name):
-    shutil.copytree(hub, tmp_path / "hub")
-    file = tmp_path / "hub" / name
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [7, 288]}))
-    with pytest.raises(UserError, match=r"eos_token_id is 288.*vocab_size=288"):
+    path = tmp_path / "hub" / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    with pytest.raises(UserError, match=message):
         load_model(str(tmp_path / "hub"))
 
 
@@ -331,9 +304,3 @@ def test_an_end_beyond_the_vocabulary_is_refused(hub, tmp_path, name):
 def test_invalid_arguments_are_refused(hub, arguments, message):
     with pytest.raises(UserError, match=message):
         load_model(str(hub), **arguments)
-
-
-def test_folder_may_be_a_path_and_nothing_else(hub):
-    assert load_model(pathlib.Path(hub)).folder == str(hub)
-    with pytest.raises(UserError, match="folder is None"):
-        load_model(None)  # pyrefly: ignore
