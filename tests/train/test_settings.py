@@ -1,7 +1,6 @@
 """Checks of a trainer's config, and the fields that are filled in."""
 
 import contextlib
-import re
 
 import pytest
 
@@ -12,6 +11,7 @@ from moelib.core.config import (
     config_class,
     config_for_function,
 )
+from moelib.core.config_parse import set_from_text
 from moelib.core.errors import UserError
 from moelib.data.input import Input
 from moelib.data.synthetic import SyntheticInput
@@ -35,64 +35,47 @@ def cfg(tmp_path):
 
 
 def test_valid_config_is_unchanged(cfg):
-    cfg.checkpointer.best_metric = "val/loss"
+    cfg.set(dir="s3://bucket/run").checkpointer.best_metric = "val/loss"
     cfg.input.vocab_size = None
     before = cfg.debug_string()
     check_config(cfg)
     assert cfg.debug_string() == before
 
 
-@pytest.mark.parametrize("name", ["max_step", "log_every_n_steps", "num_microbatches"])
-@pytest.mark.parametrize("value", [0, -1])
-def test_counts_below_one_are_refused(cfg, name, value):
-    with pytest.raises(ValueError, match=f"^{name} is {value};"):
-        check_config(cfg.set(**{name: value}))
+REFUSED = [
+    ("max_step=0", "max_step is 0"),
+    ("log_every_n_steps=0", "log_every_n_steps is 0"),
+    ("num_microbatches=0", "num_microbatches is 0"),
+    ("num_microbatches=-1", "num_microbatches is -1"),
+    ("num_microbatches=3", r"global_batch_size.*8.*num_microbatches, 3"),
+    ("train_dtype=int32", "train_dtype is int32"),
+    ("train_dtype=float8_e4m3fn", "train_dtype is float8_e4m3fn"),
+    ("train_dtype=float64", "train_dtype is float64"),
+    ("dir=memory://run", r"checkpointer\.dir is 'memory://run'"),
+    ("checkpointer.dir=memory://run", r"checkpointer\.dir is 'memory://run'"),
+    ("dir=s3://bucket/run", r"start_trace_steps is \[2\].*'s3://bucket/run'"),
+    ("checkpointer.best_metric=vla/loss", r"best_metric.*'vla/loss'.*'val'"),
+    ("input=REQUIRED", "^input must be set"),
+    ("evalers.val.input=REQUIRED", r"^evalers\.val\.input must be set"),
+    ("evalers.val.input.seq_len=REQUIRED", r"^evalers\.val\.input\.seq_len must be set"),
+    (
+        f"input={SyntheticInput.__module__}:SyntheticInput",
+        r"^input\.seq_len, input\.global_batch_size must be set",
+    ),
+]
 
 
-def test_micro_batches_that_do_not_divide_the_batch_are_refused(cfg):
-    with pytest.raises(UserError, match=r"global_batch_size.*8.*num_microbatches, 3"):
-        check_config(cfg.set(num_microbatches=3))
-
-
-@pytest.mark.parametrize("of_run", [True, False])
-def test_checkpoints_on_a_store_that_takes_no_arrays_are_refused(cfg, of_run):
-    holder = cfg if of_run else cfg.checkpointer
-    holder.set(dir="s3://bucket/run")
-    check_config(cfg)
-    holder.set(dir="memory://run")
-    with pytest.raises(UserError, match=r"checkpointer\.dir is 'memory://run'.*s3://"):
-        check_config(cfg)
-
-
-def test_traces_in_a_remote_folder_are_refused(cfg):
-    with pytest.raises(UserError, match=r"start_trace_steps is \[2\].*'s3://bucket/run'"):
-        check_config(cfg.set(dir="s3://bucket/run", start_trace_steps=(2,)))
-
-
-def test_metric_of_an_unknown_evaler_is_refused(cfg):
-    cfg.checkpointer.best_metric = "vla/loss"
-    wanted = r"best_metric.*'vla/loss'.*'vla'.*'val'\?"
-    with pytest.raises(ValueError, match=wanted):
-        check_config(cfg)
-
-
-@pytest.mark.parametrize("path", ["input", "evalers.val.input"])
-def test_unset_fields_of_an_input_are_named_by_their_path(cfg, path):
-    holder = cfg if path == "input" else cfg.evalers["val"]
-    holder.input = SyntheticInput.default_config()
-    wanted = f"{path}.seq_len, {path}.global_batch_size must be set before the input"
-    with pytest.raises(RequiredFieldMissingError, match=re.escape(wanted)):
-        check_config(cfg)
-    holder.input = REQUIRED
-    with pytest.raises(RequiredFieldMissingError, match=f"^{re.escape(path)} must be set before"):
-        check_config(cfg)
+@pytest.mark.parametrize(("change", "names"), REFUSED)
+def test_settings_that_no_run_can_have_are_refused(cfg, change, names):
+    set_from_text(cfg, change)
+    with pytest.raises((UserError, RequiredFieldMissingError), match=names):
+        check_config(cfg.set(start_trace_steps=(2,)))
 
 
 @pytest.mark.parametrize("path", ["input", "evalers.val.input"])
 def test_vocabulary_of_an_input_beyond_the_models_is_refused(cfg, path):
-    holder = cfg if path == "input" else cfg.evalers["val"]
-    holder.input.vocab_size = 33
-    wanted = re.escape(f"{path}.vocab_size is 33, beyond model.vocab_size, which is 32")
+    set_from_text(cfg, f"{path}.vocab_size=33")
+    wanted = rf"^{path}\.vocab_size is 33, .*model\.vocab_size, which is 32"
     with pytest.raises(UserError, match=wanted):
         completed(cfg)
 
@@ -127,12 +110,6 @@ class PlainInput(Input):
 MESH = {"pipeline": 1, "data": 2, "expert": 1, "fsdp": 4, "seq": 1, "model": 1}
 
 
-def test_micro_batches_that_the_mesh_does_not_divide_are_refused(cfg):
-    wanted = r"global_batch_size.*8.*num_microbatches.*2:.*data 2, fsdp 4, 8.*16"
-    with pytest.raises(SplitError, match=wanted):
-        check_batch(cfg.set(num_microbatches=2), MESH)
-
-
 def test_a_chunk_of_the_loss_larger_than_a_micro_batch_is_refused(cfg):
     cfg.input.set(global_batch_size=16, seq_len=32)
     cfg.set(num_microbatches=2).model = CausalLM.default_config().set(loss_chunk_size=32)
@@ -155,7 +132,13 @@ def test_a_chunk_of_the_loss_larger_than_a_micro_batch_is_refused(cfg):
 )
 def test_only_axes_that_split_the_batch_count(cfg, batch_size, num_microbatches, mesh, fits):
     cfg.set(num_microbatches=num_microbatches).input.global_batch_size = batch_size
-    with contextlib.nullcontext() if fits else pytest.raises(SplitError, match="micro-batches"):
+    with (
+        contextlib.nullcontext()
+        if fits
+        else pytest.raises(
+            SplitError, match=rf"{batch_size}.*num_microbatches.*{num_microbatches}:"
+        )
+    ):
         check_batch(cfg, mesh)
 
 
@@ -194,15 +177,10 @@ def _never():
     return lambda *, step, summaries: False
 
 
-@pytest.mark.parametrize("dtype", ["int32", "float8_e4m3fn", "float64"])
-def test_dtype_that_no_step_computes_in_is_refused(cfg, dtype):
-    with pytest.raises(UserError, match=f"train_dtype is {dtype}"):
-        check_config(cfg.set(train_dtype=dtype))
-
-
 @pytest.mark.parametrize(
     ("schedule", "mesh", "has_effect"),
     [
+        (None, {"data": 8}, True),
         (Schedule.GPIPE, {"data": 8}, False),
         (Schedule.GPIPE, {"pipeline": 1, "expert": 8}, False),
         (Schedule.DUALPIPE_V, {"data": 8}, False),
@@ -217,8 +195,3 @@ def test_schedule_without_effect_is_reported(cfg, caplog, schedule, mesh, has_ef
     found = [x.getMessage() for x in caplog.records if x.levelname == "WARNING"]
     assert len(found) == (not has_effect)
     assert has_effect or f"pipeline_schedule is {schedule.name}, but" in found[0]
-
-
-def test_a_mesh_without_a_schedule_is_not_reported(cfg, caplog):
-    warn_unused_schedule(cfg, MESH)
-    assert not caplog.records
