@@ -91,9 +91,13 @@ def test_checkpoints_give_what_the_evaler_gave_in_training(run, model, tmp_path,
     assert model.dtype == "bfloat16"
     content = json.loads((tmp_path / "out/results.json").read_text())
     assert content["results"] == [result._asdict() for result in results]
-    assert (tmp_path / "out/results.png").read_bytes().startswith(b"\x89PNG")
+    assert content["max_length"] == 64
+    picture = (tmp_path / "out/results.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 10_000
     with open(tmp_path / "out/results.csv", newline="") as file:
         rows = list(csv.DictReader(file))
+    assert rows == [{name: str(x) for name, x in r._asdict().items()} for r in results]
     assert {row["tokens"] for row in rows} == {str(2 * 8 * 64), str(3 * 8 * 64)}
 
 
@@ -155,26 +159,26 @@ def test_a_converted_model_is_evaluated_without_an_input(converted, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "named"),
     [
         ({"data_dir": None}, "--data_dir"),
         ({"tasks": ["pica"]}, r"'pica'.*'piqa'"),
         ({"tasks": "piqa"}, "tasks='piqa'"),
+        ({"corpus": "text.txt"}, "corpus='text.txt'"),
+        ({"tasks": []}, "corpus"),
         ({"data_dir": "gone"}, "gone/piqa/valid.jsonl"),
         ({"steps": [9]}, "step 9"),
         ({"max_length": 0}, "max_length is 0"),
         ({"limit": 0}, "limit is 0"),
+        ({"model": "runs/t"}, r"'runs/t'.*load_model"),
+        ({"output": "."}, "output . has results"),
     ],
 )
-def test_invalid_arguments_are_named(arguments, message, model):
-    with pytest.raises(UserError, match=message):
-        evaluate(model, **{"tasks": ["piqa"], "data_dir": DATA, **arguments})
-
-
-def test_results_are_not_overwritten(model, tmp_path):
+def test_invalid_arguments_are_named(arguments, named, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "results.json").write_text("{}")
-    with pytest.raises(UserError, match=str(tmp_path)):
-        evaluate(model, corpus=["x"], output=str(tmp_path))
+    with pytest.raises(UserError, match=named):
+        evaluate(**{"model": model, "tasks": ["piqa"], "data_dir": DATA, **arguments})  # pyrefly: ignore
 
 
 def test_process_0_alone_writes_results(model, tmp_path, monkeypatch):
@@ -203,14 +207,3 @@ def test_lm_eval_gives_our_metrics(model, tmp_path):
 def test_without_lm_eval_the_extra_is_named(model):
     with pytest.raises(UserError, match=r"'moelib\[lm-eval"):
         evaluate(model, ["arc_easy"], lm_eval=True)
-
-
-@pytest.mark.parametrize("arguments", [{}, {"corpus": "text.txt"}, {"tasks": "piqa"}])
-def test_nothing_or_a_single_string_is_refused(arguments):
-    with pytest.raises(UserError, match=r"corpus|tasks"):
-        evaluate(None, **arguments)  # pyrefly: ignore
-
-
-def test_the_folder_of_a_model_is_no_model():
-    with pytest.raises(UserError, match=r"'runs/t'.*load_model"):
-        evaluate("runs/t", ["piqa"])  # pyrefly: ignore

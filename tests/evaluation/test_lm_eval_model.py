@@ -187,16 +187,7 @@ def test_metrics_keep_values_and_standard_errors(adapter):
 
 # -- With lm-eval --------------------------------------------------------------------------------
 
-with_lm_eval = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not HAS_LM_EVAL, reason="lm-eval is not installed: pip install lm-eval"),
-]
-
-
-def marked(test):
-    for mark in with_lm_eval:
-        test = mark(test)
-    return test
+needs_lm_eval = pytest.mark.skipif(not HAS_LM_EVAL, reason="lm-eval is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +199,8 @@ def task_folder(tmp_path_factory):
     return folder
 
 
-@marked
+@pytest.mark.slow
+@needs_lm_eval
 def test_the_fixtures_are_what_lm_eval_gives():
     from tests.evaluation import lm_eval_reference
 
@@ -223,13 +215,8 @@ def test_the_fixtures_are_what_lm_eval_gives():
             assert sample["log_probs"] == pytest.approx(expected["log_probs"], rel=1e-9)
 
 
-def flattened(metrics):
-    values = {name: metric.value for name, metric in metrics.items()}
-    errors = {name: metric.stderr for name, metric in metrics.items() if metric.stderr is not None}
-    return values | {f"{name}_stderr": error for name, error in errors.items()}
-
-
-@marked
+@pytest.mark.slow
+@needs_lm_eval
 @pytest.mark.parametrize("case", FIXTURES)
 def test_lm_eval_gives_the_same_metrics_for_our_model(case, adapter, bag, task_folder):
     fixture = FIXTURES[case]
@@ -241,10 +228,14 @@ def test_lm_eval_gives_the_same_metrics_for_our_model(case, adapter, bag, task_f
         limit=None,
         fewshot_seed=fixture.get("fewshot_seed", 1234),
     )
-    assert flattened(found[case]) == pytest.approx(fixture["metrics"], rel=1e-5)
+    values = {name: metric.value for name, metric in found[case].items()}
+    errors = {f"{name}_stderr": metric.stderr for name, metric in found[case].items()}
+    errors = {name: error for name, error in errors.items() if error is not None}
+    assert values | errors == pytest.approx(fixture["metrics"], rel=1e-5)
 
 
-@marked
+@pytest.mark.slow
+@needs_lm_eval
 def test_a_task_that_generates_runs(adapter, generator, task_folder):
     import yaml
 
@@ -266,7 +257,8 @@ def test_a_task_that_generates_runs(adapter, generator, task_folder):
     assert found["copy"]["exact_match"].value == 0.0
 
 
-@marked
+@pytest.mark.slow
+@needs_lm_eval
 def test_tasks_of_a_folder_are_found_and_others_are_not(adapter, task_folder):
     manager = adapter.task_manager(["piqa", "rolling"], str(task_folder))
     assert {"piqa", "rolling"} <= set(manager.all_tasks)

@@ -1,124 +1,45 @@
-"""The six tasks: questions from lines, and invalid files."""
+"""The six tasks: labels in a second file, and invalid files.
 
-import json
+The fixtures of test_multiple_choice.py have the questions that valid lines become.
+"""
 
 import pytest
 
-from moelib.evaluation.tasks import TASKS, find_task, read_questions
+from moelib.evaluation.tasks import TASKS, read_questions
 
 
-def written(tmp_path, *lines, name="lines.jsonl"):
-    path = tmp_path / name
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
-    return str(path)
-
-
-@pytest.mark.parametrize(
-    ("name", "line", "queries", "endings", "gold"),
-    [
-        (
-            "arc_challenge",
-            {
-                "id": "Q1",
-                "question": {
-                    "stem": "Which is hot?",
-                    "choices": [{"text": "ice", "label": "1"}, {"text": "fire", "label": "2"}],
-                },
-                "answerKey": "2",
-            },
-            ["Question: Which is hot?\nAnswer:"] * 2,
-            ["ice", "fire"],
-            1,
-        ),
-        (
-            "openbookqa",
-            {
-                "question_stem": "The sun is",
-                "choices": {"text": ["cold", "bright"], "label": ["A", "B"]},
-                "answerKey": " B",
-            },
-            ["The sun is"] * 2,
-            ["cold", "bright"],
-            1,
-        ),
-        (
-            "hellaswag",
-            {
-                "activity_label": "Home",
-                "ctx_a": " [header] How to sit [title] Find a chair.  Any will do.",
-                "ctx_b": "THE chair",
-                "endings": ["[step] holds you.", "flies."],
-                "label": "0",
-            },
-            ["Home:  How to sit. Find a chair. Any will do. The chair"] * 2,
-            [" holds you.", "flies."],
-            0,
-        ),
-        (
-            "piqa",
-            {"goal": "To sit", "sol1": "run.", "sol2": "use a chair.", "label": 1},
-            ["Question: To sit\nAnswer:"] * 2,
-            ["run.", "use a chair."],
-            1,
-        ),
-        (
-            "winogrande",
-            {
-                "qID": "1",
-                "sentence": "Ann saw Eve, and _ waved.",
-                "option1": "Ann",
-                "option2": "Eve",
-                "answer": "2",
-            },
-            ["Ann saw Eve, and Ann", "Ann saw Eve, and Eve"],
-            ["waved.", "waved."],
-            1,
-        ),
-    ],
-)
-def test_a_line_becomes_a_question(name, line, queries, endings, gold, tmp_path):
-    (question,) = read_questions(written(tmp_path, line), TASKS[name].question)
-    assert (list(question.queries), list(question.endings)) == (queries, endings)
-    assert question.gold == gold
+def test_the_second_context_of_hellaswag_begins_with_its_only_capital():
+    line = {"activity_label": "A", "ctx_a": "a.", "ctx_b": "THE b", "endings": ["c"], "label": "0"}
+    assert TASKS["hellaswag"].question(line).queries == ["A: a. The b"]
 
 
 def test_labels_in_a_second_file_belong_to_the_lines(tmp_path):
-    lines = [{"goal": str(i), "sol1": "a", "sol2": "b"} for i in range(3)]
-    path = written(tmp_path, *lines, name="valid.jsonl")
+    path = tmp_path / "valid.jsonl"
+    path.write_text('{"goal": "g", "sol1": "a", "sol2": "b"}\n' * 3)
     (tmp_path / "valid-labels.lst").write_text("0\n1\n1\n")
-    assert [q.gold for q in read_questions(path, TASKS["piqa"].question)] == [0, 1, 1]
+    assert [q.gold for q in read_questions(str(path), TASKS["piqa"].question)] == [0, 1, 1]
     (tmp_path / "valid-labels.lst").write_text("0\n1\n")
     with pytest.raises(ValueError, match=r"2 labels.*valid.jsonl.*3 lines"):
-        read_questions(path, TASKS["piqa"].question)
+        read_questions(str(path), TASKS["piqa"].question)
+
+
+PIQA = '{"goal": "g", "sol1": "a", "sol2": "b"'
+HELLASWAG = '{"activity_label": "A", "ctx_a": "a", "ctx_b": "b", "endings": ["c"], "label": "1"}'
+ARC = '{"question": "q", "choices": {"text": ["a"], "label": ["A"]}, "answerKey": ""}'
+WINOGRANDE = '{"sentence": "no gap", "option1": "a", "option2": "b", "answer": "1"}'
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("piqa", '{"goal": "g", "sol1": "a", "sol2": "b"}', r"lines.jsonl:1:.*'label'"),
-        (
-            "piqa",
-            '{"goal": "g", "sol1": "a", "sol2": "b", "label": -1}',
-            r"lines.jsonl:1:.*-1.*0.*1",
-        ),
-        (
-            "hellaswag",
-            '{"activity_label": "A", "ctx_a": "a", "ctx_b": "b", "endings": ["c"], "label": "1"}',
-            r"lines.jsonl:1:.*1.*0.*0",
-        ),
+        ("piqa", PIQA + "}", r"lines.jsonl:1:.*'label'"),
+        ("piqa", PIQA + ', "label": -1}', r"lines.jsonl:1:.*-1.*0.*1"),
+        ("hellaswag", HELLASWAG, r"lines.jsonl:1:.*1.*0.*0"),
         ("piqa", "\n[1]", r"lines.jsonl:2.*JSON"),
         ("piqa", '{"goal"', r"lines.jsonl:1.*JSON"),
         ("piqa", "\n", r"lines.jsonl"),
-        (
-            "arc_easy",
-            '{"question": "q", "choices": {"text": ["a"], "label": ["A"]}, "answerKey": ""}',
-            r"lines.jsonl:1:.*list",
-        ),
-        (
-            "winogrande",
-            '{"sentence": "no gap", "option1": "a", "option2": "b", "answer": "1"}',
-            r"lines.jsonl:1",
-        ),
+        ("arc_easy", ARC, r"lines.jsonl:1:.*list"),
+        ("winogrande", WINOGRANDE, r"lines.jsonl:1"),
     ],
 )
 def test_an_invalid_line_is_named(name, content, message, tmp_path):
@@ -128,8 +49,6 @@ def test_an_invalid_line_is_named(name, content, message, tmp_path):
         read_questions(str(path), TASKS[name].question)
 
 
-def test_a_missing_file_and_an_unknown_task_are_named(tmp_path):
+def test_a_missing_file_is_named():
     with pytest.raises(FileNotFoundError, match=r"gone\.jsonl"):
-        read_questions(str(tmp_path / "gone.jsonl"), TASKS["piqa"].question)
-    with pytest.raises(ValueError, match=r"'mmlu'.*arc_challenge, arc_easy"):
-        find_task("mmlu")
+        read_questions("gone.jsonl", TASKS["piqa"].question)
