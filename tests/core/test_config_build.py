@@ -2,8 +2,6 @@ import collections
 import copy
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
 import pytest
 import tokenizers
@@ -18,7 +16,6 @@ from moelib.core.config import (
     InvalidConfigNameError,
     InvalidConfigValueError,
     MissingConfigClassDecoratorError,
-    NonConfigFieldError,
     Required,
     RequiredFieldMissingError,
     UnknownFieldError,
@@ -55,23 +52,11 @@ def linear(x: float, slope: float = 2.0, *rest: Any, bias: Any = None, **more: A
     return x, slope, rest, bias, more
 
 
-def missing_path(cfg: InstantiableConfig, **kwargs: Any) -> str:
-    """Returns the path that the error of a config with an unset field names."""
-    with pytest.raises(RequiredFieldMissingError) as error:
-        cfg.instantiate(**kwargs)
-    return str(error.value).partition(" ")[0]
-
-
-def test_instantiate_builds_the_class_of_the_config():
-    built = Scale.default_config().set(factor=2.0).instantiate()
-    assert type(built) is Scale
-    assert built.config.factor == 2.0
-
-
-def test_instantiate_does_not_touch_the_config_and_copies_it():
+def test_instantiate_builds_the_class_of_the_config_and_copies_it():
     cfg = Scale.default_config().set(factor=2.0)
     built = cfg.instantiate()
     cfg.factor = 3.0
+    assert type(built) is Scale
     assert built.config.factor == 2.0
 
 
@@ -79,10 +64,9 @@ def test_the_config_of_a_built_object_is_frozen_and_the_same_each_time():
     built = Scale.default_config().set(factor=2.0, inner=Scale.default_config().set(factor=1.0))
     built = built.instantiate()
     assert built.config is built.config
-    with pytest.raises(FrozenConfigError, match=r"Scale.Config.factor"):
-        built.config.factor = 3.0
-    with pytest.raises(FrozenConfigError, match=r"Scale\.Config\.factor"):
-        built.config.inner.factor = 3.0
+    for cfg in (built.config, built.config.inner):
+        with pytest.raises(FrozenConfigError, match=r"Scale\.Config\.factor"):
+            cfg.factor = 3.0
     assert Scale(Scale.default_config().set(factor=1.0)).config._frozen
 
 
@@ -121,29 +105,35 @@ def test_a_config_without_the_decorator_is_refused_when_its_class_is_made():
                 pass
 
 
-def test_an_unset_field_is_named():
-    assert missing_path(Scale.default_config()) == "factor"
+LAYER = Scale.default_config()
+CHAIN = config_for_function(optax.chain).set(
+    args=[config_for_function(optax.clip).set(max_delta=1.0), config_for_function(optax.adamw)]
+)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "path"),
+    [
+        (LAYER, "factor"),
+        (LAYER.clone(factor=1.0, inner=LAYER), r"inner\.factor"),
+        (
+            Shifted.default_config().set(factor=1.0, inner=LAYER.clone(factor=1.0, inner=LAYER)),
+            r"inner\.inner\.factor",
+        ),
+        (CHAIN, r"args\[1\]\.learning_rate"),
+        (LAYER.clone(factor=1.0, inner=CHAIN), r"inner\.args\[1\]\.learning_rate"),
+    ],
+)
+def test_an_unset_field_is_named_by_its_whole_path(cfg: InstantiableConfig, path: str):
+    with pytest.raises(RequiredFieldMissingError, match=rf"^{path} ") as error:
+        cfg.instantiate()
+    assert str(copy.copy(error.value)) == str(error.value)
+    assert isinstance(error.value, UserError)
+
+
+def test_an_unset_field_is_named_to_a_constructor():
     with pytest.raises(RequiredFieldMissingError, match=r"before Scale.Config .*\.set\(factor="):
         Scale(Scale.default_config())
-
-
-def test_an_unset_field_further_inside_is_named_by_its_whole_path():
-    inner = Scale.default_config().set(factor=1.0, inner=Scale.default_config())
-    assert missing_path(inner) == "inner.factor"
-    outer = Shifted.default_config().set(factor=1.0, inner=inner)
-    assert missing_path(outer) == "inner.inner.factor"
-
-
-def test_an_unset_parameter_in_a_list_of_function_configs_is_named_by_its_whole_path():
-    chain = config_for_function(optax.chain).set(
-        args=[
-            config_for_function(optax.clip).set(max_delta=1.0),
-            config_for_function(optax.adamw).set(b1=0.8),
-        ]
-    )
-    assert missing_path(chain) == "args[1].learning_rate"
-    scale = Scale.default_config().set(factor=1.0, inner=chain)
-    assert missing_path(scale) == "inner.args[1].learning_rate"
 
 
 def test_a_function_is_called_with_its_fields():
@@ -159,20 +149,11 @@ def test_arguments_of_instantiate_override_fields():
 
 def test_configs_in_parameters_are_instantiated_at_any_depth():
     inner = config_for_function(linear).set(x=1.0)
-    built = config_for_function(linear).set(x=inner, rest=[[inner]], more={"k": {"j": inner}})
+    built = config_for_function(linear).set(
+        x=inner, slope=inner, rest=[[inner]], more={"k": {"j": inner}}
+    )
     value = inner.instantiate()
-    assert built.instantiate() == (value, 2.0, ([value],), None, {"k": {"j": value}})
-
-
-def test_annotated_parameters_are_checked():
-    with pytest.raises(InvalidConfigValueError, match=r"linear.slope = 'a':.*str"):
-        config_for_function(linear).set(slope="a")
-    assert config_for_function(linear).set(slope=config_for_function(abs)).slope.fn is abs
-
-
-def test_an_unknown_parameter_is_refused_with_the_nearest_name():
-    with pytest.raises(UnknownFieldError, match="'slop'"):
-        config_for_function(linear).set(slop=1.0)
+    assert built.instantiate() == (value, value, ([value],), None, {"k": {"j": value}})
 
 
 def test_positional_only_parameters_are_passed_by_position():
@@ -182,11 +163,26 @@ def test_positional_only_parameters_are_passed_by_position():
     assert config_for_function(positional).set(a=1, b=2).instantiate() == (1, 2)
 
 
-def test_parameters_with_names_that_configs_need_are_refused():
-    with pytest.raises(InvalidConfigNameError, match="'fn'"):
-        config_for_function(lambda fn: fn)
-    with pytest.raises(InvalidConfigNameError, match="clone"):
-        config_for_function(lambda clone: clone)
+@pytest.mark.parametrize(
+    ("make", "error", "named"),
+    [
+        (
+            lambda: config_for_function(linear).set(slope="a"),
+            InvalidConfigValueError,
+            r"linear.slope = 'a':.*str",
+        ),
+        (lambda: config_for_function(linear).set(slop=1.0), UnknownFieldError, "'slop'"),
+        (lambda: config_for_function(lambda fn: fn), InvalidConfigNameError, "'fn'"),
+        (lambda: config_for_function(lambda clone: clone), InvalidConfigNameError, "clone"),
+        (lambda: config_for_function(int), InvalidConfigClassError, "config_for_class"),
+        (lambda: config_for_class(linear), InvalidConfigClassError, "config_for_function"),
+        (lambda: config_for_class(Scale), InvalidConfigClassError, r"Scale.*default_config\(\)"),
+        (lambda: config_for_class(collections.deque), InvalidConfigClassError, "deque"),
+    ],
+)
+def test_what_cannot_be_a_config_is_refused(make: Any, error: type[Exception], named: str):
+    with pytest.raises(error, match=named):
+        make()
 
 
 def test_a_third_party_class_becomes_a_config():
@@ -194,50 +190,13 @@ def test_a_third_party_class_becomes_a_config():
         def __init__(self, x: int, y: int = 2):
             self.point = x, y
 
-    cfg = config_for_class(Point)
-    assert cfg.clone(x=1).instantiate().point == (1, 2)
-    with pytest.raises(RequiredFieldMissingError, match=r"^x "):
-        cfg.instantiate()
+    assert config_for_class(Point).set(x=1).instantiate().point == (1, 2)
 
 
 def test_a_class_of_an_extension_module_becomes_a_config():
     cfg = config_for_class(tokenizers.pre_tokenizers.ByteLevel).set(add_prefix_space=False)
     assert "self" not in cfg
     assert cfg.instantiate().add_prefix_space is False
-    with pytest.raises(InvalidConfigClassError, match="deque"):
-        config_for_class(collections.deque)
-
-
-def test_errors_of_a_users_values_are_user_errors():
-    kinds = (InvalidConfigValueError, NonConfigFieldError, InvalidConfigNameError)
-    assert issubclass(UnknownFieldError, AttributeError)
-    assert issubclass(InvalidConfigValueError, TypeError)
-    for kind in (*kinds, UnknownFieldError, RequiredFieldMissingError):
-        assert issubclass(kind, UserError)
-
-
-def test_an_unset_field_is_still_named_in_a_copy_of_the_error():
-    error = RequiredFieldMissingError("Scale.Config", ["factor"], "model.scale")
-    assert str(copy.copy(error)) == str(error)
-    assert str(error).startswith("model.scale.factor must be set before Scale.Config")
-
-
-def test_a_config_of_the_wrong_kind_of_callable_is_refused():
-    with pytest.raises(InvalidConfigClassError, match="use config_for_class"):
-        config_for_function(int)
-    with pytest.raises(InvalidConfigClassError, match="use config_for_function"):
-        config_for_class(linear)
-    with pytest.raises(InvalidConfigClassError, match=r"Scale.*default_config\(\)"):
-        config_for_class(Scale)
-
-
-def test_an_optax_optimizer_with_a_schedule_is_built_from_configs():
-    schedule = config_for_function(optax.cosine_decay_schedule).set(init_value=0.5, decay_steps=10)
-    cfg = config_for_function(optax.sgd).set(learning_rate=schedule)
-    optimizer = cfg.instantiate()
-    with jax.numpy_dtype_promotion("standard"):
-        update, _ = optimizer.update(jnp.ones(()), optimizer.init(jnp.ones(())))
-    assert float(update) == pytest.approx(-0.5)
 
 
 def test_a_config_that_builds_nothing_is_refused():

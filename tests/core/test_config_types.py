@@ -25,11 +25,9 @@ from moelib.core.config import (
 from moelib.core.config_types import (
     advice,
     convert_value,
-    describe_annotation,
     fits,
     reference,
     resolve_reference,
-    similar_names,
     validate_value,
 )
 
@@ -134,7 +132,15 @@ def test_plain_data_functions_and_classes_may_be_held(value: Any):
     [
         *(object(), np.ones(2), functools.partial(abs, 1), iter([1]), 1j),
         *(Pair(1, object()), Point(object()), collections.defaultdict(list), {(1, 2): 3}),
-        *("a".join, {Color.RED: 1}, {1}, re.compile("a"), np.dtype(">f4"), np.dtype("U5")),
+        *(
+            "a".join,
+            Holder().clone,
+            {Color.RED: 1},
+            {1},
+            re.compile("a"),
+            np.dtype(">f4"),
+            np.dtype("U5"),
+        ),
     ],
 )
 def test_objects_may_not_be_held(value: Any):
@@ -189,33 +195,19 @@ def test_scalars_of_numpy_become_plain():
 
 
 @pytest.mark.parametrize(
-    ("annotation", "text"),
+    ("name", "names", "text"),
     [
-        (Required[int], "int"),
-        (int | None, "int | None"),
-        (Required[Color | str], "Color | str"),
-        (list[int], "list[int]"),
-        (Callable[[int], int], "Callable[[int], int]"),
-        (Any, "Any"),
+        ("num_expert", ["num_experts", "num_heads", "dim"], "did you mean 'num_experts' "),
+        ("zzz", ["num_experts", "num_heads", "dim"], "choose one of: dim, num_experts, num_heads."),
+        ("zzz", [], "there are none."),
+        ("zzz", [f"layer{i}" for i in range(60)], "choose one of: .* and 40 more."),
+        ("DUALPIPE", ["DualPipe_V", "ZB_V", "gpu"], "did you mean 'DualPipe_V'[?]"),
+        ("zbv", ["DualPipe_V", "ZB_V", "gpu"], "did you mean 'ZB_V'[?]"),
+        ("GPU", ["gpu", "GPU"], "did you mean 'GPU' or 'gpu'"),
     ],
 )
-def test_annotations_are_described_as_written(annotation: Any, text: str):
-    assert describe_annotation(annotation) == text
-
-
-def test_near_names_are_proposed_best_first():
-    names = ["num_experts", "num_heads", "dim"]
-    assert similar_names("num_expert", names)[0] == "num_experts"
-    assert did_you_mean("num_expert", names).startswith("did you mean 'num_experts'")
-    assert did_you_mean("zzz", names) == "choose one of: dim, num_experts, num_heads."
-    assert did_you_mean("zzz", []) == "there are none."
-
-
-@pytest.mark.parametrize(("name", "nearest"), [("DUALPIPE", "DualPipe_V"), ("zbv", "ZB_V")])
-def test_names_are_near_in_any_case(name: str, nearest: str):
-    names = ["DualPipe_V", "ZB_V", "gpu"]
-    assert did_you_mean(name, names) == f"did you mean {nearest!r}?"
-    assert similar_names("GPU", ["gpu", "GPU"]) == ["GPU", "gpu"]
+def test_near_names_are_proposed_best_first_in_any_case(name: str, names: list[str], text: str):
+    assert re.match(text, did_you_mean(name, names))
 
 
 @pytest.mark.parametrize(
@@ -241,11 +233,6 @@ def test_types_without_an_example_have_no_advice(annotation: Any):
     assert advice(annotation) == "."
 
 
-def test_a_long_list_of_names_is_cut():
-    text = did_you_mean("zzz", [f"layer{i}" for i in range(60)])
-    assert text.endswith("and 40 more.")
-
-
 @pytest.mark.parametrize(
     "value", [Color.RED, Point, abs, jax.nn.silu, jnp.float32, jax.lax.scan, np.exp, Pair]
 )
@@ -254,7 +241,6 @@ def test_a_reference_names_its_object(value: Any):
 
 
 def test_private_modules_are_named_by_their_public_one():
-    assert reference(jax.nn.silu) == "jax.nn:silu" or ":silu" in reference(jax.nn.silu)
     assert reference(jax.Array) == "jax:Array"
 
 
