@@ -251,6 +251,18 @@ def trainer_config(
     return cfg
 
 
+def after_each_step(trainer, act):
+    """Calls `act` with the metrics of each step of a trainer, before its loop has them."""
+    run_step = trainer.run_step
+
+    def step(batch, **options):
+        metrics = run_step(batch, **options)
+        act(metrics)
+        return metrics
+
+    trainer.run_step = step
+
+
 def losses(directory):
     """Returns {step: loss} of a run's metrics."""
     with open(os.path.join(directory, "metrics.jsonl"), encoding="utf-8") as lines:

@@ -42,8 +42,8 @@ class MarkedModel(tiny.TinyModel):
         return loss._replace(mean=loss.mean * jnp.where(bad, jnp.nan, 1.0)), metrics
 
 
-def config(directory, *, marked=(), save_every=2, **policy):
-    cfg = tiny.trainer_config(directory, save_every=save_every, evaler=False)
+def config(directory, *, marked=(), save_every=2, max_step=8, **policy):
+    cfg = tiny.trainer_config(directory, max_step=max_step, save_every=save_every, evaler=False)
     cfg.model = MarkedModel.default_config()
     values = {name: value for name, value in cfg.input.items() if name != "klass"}
     cfg.input = MarkedInput.default_config().set(**values, marked=marked)
@@ -53,27 +53,31 @@ def config(directory, *, marked=(), save_every=2, **policy):
 
 def run(cfg, change=lambda x: x, at=0):
     """Runs a config; once, after step `at`, `change` is applied to the parameters."""
-    trainer = cfg.instantiate(parent=None)
-    take_step, left = trainer.run_step, [at]
+    trainer, left = cfg.instantiate(parent=None), [at]
 
-    def step(batch, **kwargs):
-        metrics = take_step(batch, **kwargs)
+    def change_head(_):
         if trainer.step in left:
             left.remove(trainer.step)
             state = trainer.trainer_state
             head = state.model["head"]
             model = {**state.model, "head": jax.device_put(change(head), head.sharding)}
             trainer._state = state._replace(model=model)
-        return metrics
 
-    trainer.run_step = step
+    tiny.after_each_step(trainer, change_head)
     trainer.run()
     return trainer
 
 
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """The state and the losses of a run without bad steps."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    state = run(config(folder).set(bad_steps=None)).trainer_state
+    return state, tiny.losses(folder)
+
+
 def assert_same_state(a, b):
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(x, y)
+    jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 def bad_steps_of(directory):
@@ -99,12 +103,11 @@ def test_a_run_that_meets_bad_data_equals_one_that_skips_them(tmp_path, capsys, 
     assert found.input_state["step"] == 9
 
 
-def test_a_bad_step_that_is_good_the_second_time_is_one_of_the_hardware(tmp_path, capsys):
-    found = run(config(tmp_path / "a"), lambda x: x.at[0, 0].set(jnp.nan), at=3)
-    want = run(config(tmp_path / "b").set(bad_steps=None))
-    assert_same_state(found.trainer_state, want.trainer_state)
-    assert tiny.losses(tmp_path / "a") == tiny.losses(tmp_path / "b")
-    (event,) = (e for e in read_events(str(tmp_path / "a")) if e["event"] == SUSPECTED)
+def test_a_bad_step_that_is_good_the_second_time_is_one_of_the_hardware(unbroken, tmp_path, capsys):
+    found = run(config(tmp_path), lambda x: x.at[0, 0].set(jnp.nan), at=3)
+    assert_same_state(found.trainer_state, unbroken[0])
+    assert tiny.losses(tmp_path) == unbroken[1]
+    (event,) = (e for e in read_events(str(tmp_path)) if e["event"] == SUSPECTED)
     assert (event["step"], event["position"], event["loss_before"]) == (4, 3, "nan")
     assert math.isfinite(float(event["loss"]))
     assert len(event["devices"]) == jax.device_count()
@@ -113,12 +116,11 @@ def test_a_bad_step_that_is_good_the_second_time_is_one_of_the_hardware(tmp_path
     assert "1 taken again, 1 of suspected data corruption" in printed.out
 
 
-def test_a_spike_is_taken_again_and_the_last_step_is_judged_too(tmp_path):
+def test_a_spike_is_taken_again_and_the_last_step_is_judged_too(unbroken, tmp_path):
     policy = {"spike": "rewind", "spike_window": 3}
-    found = run(config(tmp_path / "a", **policy), lambda x: 50 * x, at=7)
-    assert bad_steps_of(tmp_path / "a") == [(8, "rewind")]
-    want = run(config(tmp_path / "b").set(bad_steps=None))
-    assert_same_state(found.trainer_state, want.trainer_state)
+    found = run(config(tmp_path, **policy), lambda x: 50 * x, at=7)
+    assert bad_steps_of(tmp_path) == [(8, "rewind")]
+    assert_same_state(found.trainer_state, unbroken[0])
 
 
 def test_rewinds_are_bounded_over_all_starts_of_a_run(tmp_path):
@@ -133,8 +135,8 @@ def test_rewinds_are_bounded_over_all_starts_of_a_run(tmp_path):
 
 
 def test_skipped_steps_are_those_of_the_learner(tmp_path):
-    run(config(tmp_path / "a", marked=(2,), non_finite="skip"))
-    events = [e for e in read_events(str(tmp_path / "a")) if e["event"] == "skipped_step"]
+    run(config(tmp_path, marked=(2,), non_finite="skip", max_step=3))
+    events = [e for e in read_events(str(tmp_path)) if e["event"] == "skipped_step"]
     assert [(e["step"], e["position"]) for e in events] == [(3, 2)]
 
 
@@ -160,10 +162,9 @@ def policy(**fields):
     return BadSteps.default_config().set(**fields).instantiate()
 
 
-def judge(policy, step, loss, *, first=0, position=None):
+def judge(policy, step, loss, *, first=0):
     scalars = {"objective": loss, "gradient_norm": 1.0, NON_FINITE: float(not math.isfinite(loss))}
-    position = step - 1 if position is None else position
-    return policy.judge(step, position, scalars, first=first)
+    return policy.judge(step, step - 1, scalars, first=first)
 
 
 def test_a_restart_continues_with_the_events_of_the_log(tmp_path):
@@ -201,25 +202,24 @@ def test_a_spike_is_judged_by_the_steps_before_it():
     losses = [9.0, 1.0, 1.2, 1.4]  # The first is not in the window of the last.
     assert [judge(found, step, loss) for step, loss in enumerate(losses, 1)] == [None] * 4
     assert judge(found, 5, 1.5) is None  # 1.2 + 2 * 0.163
-    assert judge(found, 6, 9.0)["action"] == "stop"
+    assert counts([judge(found, 6, 9.0)]) == "1 stopped"
     assert judge(policy(), 6, 9.0) is None
 
 
-def test_batches_before_a_spike_are_skipped_as_far_as_the_checkpoint():
-    for first, begin in ((0, 3), (5, 5), (9, 6)):
-        found = policy(skip_before=3)
-        found.resume(0, [judge(found, 7, math.nan)])
-        event = judge(found, 7, math.nan, first=first)
-        assert (event["first"], event["stop"]) == (begin, 7)
-
-
-def test_an_input_that_cannot_skip_stops_the_run():
-    found = policy()
+@pytest.mark.parametrize(
+    ("first", "action", "skipped"),
+    [
+        (0, "skip_batches", (3, 7)),
+        (5, "skip_batches", (5, 7)),
+        (9, "skip_batches", (6, 7)),
+        (None, "stop", (None, None)),  # The input cannot skip.
+    ],
+)
+def test_batches_before_a_bad_one_are_skipped_as_far_as_the_checkpoint(first, action, skipped):
+    found = policy(skip_before=3)
     found.resume(0, [judge(found, 7, math.nan)])
-    event = judge(found, 7, math.nan, first=None)
-    assert event["action"] == "stop"
-    assert "cannot skip" in event["reason"]
-    assert counts([event]) == "1 stopped"
+    event = judge(found, 7, math.nan, first=first)
+    assert (event["action"], (event.get("first"), event.get("stop"))) == (action, skipped)
 
 
 @pytest.mark.parametrize("field", ["spike_window", "spike_sigmas", "max_rewinds", "skip_before"])

@@ -17,8 +17,8 @@ def test_only_gpus_need_options_to_be_deterministic():
 
 
 def test_the_compiler_knows_the_deterministic_options():
-    lowered = jax.jit(jnp.sum).lower(jnp.ones(4))
-    assert compile_with(lowered, deterministic_options("NVIDIA H100"))(jnp.ones(4)) == 4
+    lowered = jax.jit(jnp.sum).lower(np.ones(4, np.float32))
+    assert compile_with(lowered, deterministic_options("NVIDIA H100"))(np.ones(4, np.float32)) == 4
 
 
 def test_an_option_that_contradicts_determinism_is_refused(tmp_path, monkeypatch):
@@ -31,15 +31,3 @@ def test_an_option_that_contradicts_determinism_is_refused(tmp_path, monkeypatch
         trainer.compiler_options()
     del trainer.config.compiler_options["xla_gpu_autotune_level"]
     assert trainer.compiler_options().items() >= spelled(deterministic_options("NVIDIA")).items()
-
-
-def test_a_deterministic_step_runs_twice_with_equal_bits(tmp_path):
-    losses = []
-    for name in ("first", "second"):
-        cfg = tiny.trainer_config(tmp_path / name, max_step=3, evaler=False)
-        trainer = cfg.set(deterministic=True, checkpointer=None).instantiate(parent=None)
-        trainer.run()
-        losses.append((tiny.losses(tmp_path / name), jax.device_get(trainer.trainer_state)))
-    (first, state), (second, again) = losses
-    assert first == second
-    jax.tree.map(np.testing.assert_array_equal, state, again)

@@ -18,51 +18,41 @@ def record(time, step, productive, event="line", **lost):
 START = {"event": "start", "time": 100.0}
 
 
-def test_time_of_a_killed_start_is_divided_into_kept_steps_wasted_steps_and_waiting():
-    lines = [
-        record(115.0, 10, 10.0, program_startup=5.0),
-        record(127.0, 20, 20.0, program_startup=5.0, checkpoint_save=2.0),
-    ]
-    spent = carried_over([START, record(105, 1, 0, "compiled")], lines, 15, 150.0)
-    assert spent[PRODUCTIVE] == 15.0
-    assert spent["time_lost/wasted_progress"] == 5.0
-    assert spent["time_lost/program_startup"] == 5.0
-    assert spent["time_lost/infrastructure_recovery"] == 150 - 127
-    assert sum(spent.values()) == 150 - 100
-
-
-def test_a_run_that_ended_loses_nothing_but_the_time_until_its_next_start():
-    spent = carried_over([START, record(140.0, 20, 40.0, "end")], [record(115, 10, 15)], 20, 160.0)
-    assert spent[PRODUCTIVE] == 40.0
-    assert spent["time_lost/wasted_progress"] == 0.0
-    assert spent["time_lost/infrastructure_recovery"] == 20.0
-
-
-def test_steps_taken_twice_and_lost_again_are_wasted_twice():
-    first = [record(110.0, 10, 10.0)]
-    spent = carried_over([START], first, 8, 110.0)
-    events = [START, {**spent, "event": "restored", "time": 110.0, "step": 8}]
-    kept = [record(108.0, 8, 8.0)]
-    second = record(113.0, 11, 11.0, wasted_progress=2.0)
-    spent = carried_over(events, [*kept, second], 8, 113.0)
-    assert spent[PRODUCTIVE] == 8.0
-    assert spent["time_lost/wasted_progress"] == 5.0
-
-
-def test_steps_of_a_start_that_began_between_log_lines_are_interpolated():
-    spent = carried_over([START], [record(120.0, 10, 20.0)], 5, 120.0)
-    assert (spent[PRODUCTIVE], spent["time_lost/wasted_progress"]) == (10.0, 10.0)
-
-
-def test_the_first_start_carries_nothing_over():
-    spent = carried_over([START], [], 0, 100.0)
-    assert set(spent.values()) == {0.0}
-    assert goodput([START]) == {}
+@pytest.mark.parametrize(
+    ("events", "lines", "step", "now", "productive", "wasted", "waiting"),
+    [
+        ([], [], 0, 100, 0, 0, 0),  # The first start.
+        ([record(140, 20, 40, "end")], [record(115, 10, 15)], 20, 160, 40, 0, 20),
+        (  # Killed after its last line.
+            [record(105, 1, 0, "compiled")],
+            [
+                record(115, 10, 10, program_startup=5),
+                record(127, 20, 20, program_startup=5, checkpoint_save=2),
+            ],
+            *(15, 150, 15, 5, 23),
+        ),
+        ([], [record(120, 10, 20)], 5, 120, 10, 10, 0),  # Begins between two lines.
+        (  # Steps that are taken twice and lost again are wasted twice.
+            [record(110, 8, 8, "restored", wasted_progress=2)],
+            [record(108, 8, 8), record(113, 11, 11, wasted_progress=2)],
+            *(8, 113, 8, 5, 0),
+        ),
+    ],
+)
+def test_time_of_earlier_starts_was_productive_wasted_or_spent_waiting(
+    events, lines, step, now, productive, wasted, waiting
+):
+    spent = carried_over([START, *events], lines, step, now)
+    assert spent[PRODUCTIVE] == productive
+    assert spent["time_lost/wasted_progress"] == wasted
+    assert spent["time_lost/infrastructure_recovery"] == waiting
+    assert sum(spent.values()) == now - START["time"]
 
 
 def test_the_newest_record_counts():
     found = goodput([record(120, 10, 10, "end")], [record(130, 20, 30, program_startup=10)])
     assert (found["goodput"], found[PRODUCTIVE]) == (0.75, 30)
+    assert goodput([START]) == {}
 
 
 def test_incomplete_lines_and_lines_without_a_record_are_skipped(tmp_path):
@@ -82,33 +72,24 @@ def test_a_log_that_cannot_be_written_does_not_end_a_run(tmp_path, caplog):
     assert "NO EVENT 'start'" in caplog.text
 
 
-def failing_at(directory, step, **fields):
-    """Runs a trainer whose data fail before a step."""
-    trainer = tiny.trainer_config(directory, evaler=False, **fields).instantiate(parent=None)
-    run_step = trainer.run_step
+def test_all_time_since_the_first_start_of_a_killed_run_is_accounted_for(tmp_path, capsys):
+    trainer = tiny.trainer_config(tmp_path, evaler=False).instantiate(parent=None)
 
-    def fail(batch, **options):
-        if trainer.step + 1 == step:
+    def fail(_):
+        if trainer.step == 7:
             raise OSError("gone")
-        return run_step(batch, **options)
 
-    trainer.run_step = fail
+    tiny.after_each_step(trainer, fail)
     with pytest.raises(OSError, match="gone"):
         trainer.run()
-
-
-@pytest.mark.parametrize("is_killed", [False, True])
-def test_all_time_since_the_first_start_is_accounted_for(tmp_path, capsys, is_killed):
-    failing_at(tmp_path, 8)
     log = tmp_path / EVENTS_FILE
     *others, end = log.read_text().splitlines(keepends=True)
     assert json.loads(end)["error"] == "OSError: gone"
-    if is_killed:
-        log.write_text("".join(others))
+    log.write_text("".join(others))
     tiny.trainer_config(tmp_path, evaler=False).instantiate(parent=None).run()
     events = read_events(str(tmp_path))
     kinds = ["start", "restored", "compiled"]
-    assert [x["event"] for x in events] == [*kinds, *["end"] * (not is_killed), *kinds, "end"]
+    assert [x["event"] for x in events] == [*kinds, *kinds, "end"]
     found = goodput(events)
     total = found.pop("goodput"), sum(found.values())
     assert total[1] == pytest.approx(events[-1]["time"] - events[0]["time"], abs=0.1)

@@ -12,19 +12,13 @@ from moelib.layers import kernel_check
 from tests import tiny
 
 
-def test_backends_of_the_config_hold_in_the_step(tmp_path):
-    cfg = tiny.trainer_config(tmp_path, model=tiny.model_config(), evaler=False)
-    backends = {"gmm": "reference", "cross_entropy": "reference"}
-    cfg.kernel_backends = backends
-    cfg.instantiate(parent=None).trace_train_step()
-    assert {**traced_backends(), **backends} == traced_backends()
-
-
-def test_a_backend_of_a_kernel_that_no_layer_uses_is_reported(tmp_path, caplog, monkeypatch):
+def test_backends_of_the_config_hold_in_the_step_or_are_reported(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(backend, "_traced", {})
-    cfg = tiny.trainer_config(tmp_path, model=tiny.dense_model(32), evaler=False)
-    cfg.kernel_backends = {"cross_entropy": "xla", "quantized_matmul": "reference"}
+    cfg = tiny.trainer_config(tmp_path, model=tiny.model_config(), evaler=False)
+    used = {"gmm": "reference", "cross_entropy": "reference"}
+    cfg.kernel_backends = {**used, "quantized_matmul": "reference"}
     cfg.instantiate(parent=None).compile_train_step()
+    assert {**traced_backends(), **used} == traced_backends()
     (record,) = [r for r in caplog.records if "kernel_backends" in r.getMessage()]
     assert "kernel_backends['quantized_matmul'] is 'reference', but" in record.getMessage()
 

@@ -200,16 +200,11 @@ def test_a_changed_or_missing_file_of_the_tokenizer_is_named(moved, name):
     load_own(moved, skip_checksums=True, require_tokenizer=False)
 
 
-def test_a_tokenizer_that_changes_before_the_first_checkpoint_is_named(tmp_path, monkeypatch):
+def test_a_tokenizer_that_changes_before_the_first_checkpoint_is_named(tmp_path):
     cfg = small_run.trainer_config(tmp_path / "run", small_run.make_store(tmp_path / "data"))
     trainer = cfg.instantiate(parent=None, devices=jax.devices()[:1])
-    file, run_step = tmp_path / "run/tokenizer.json", trainer.run_step
-
-    def change_and_run_step(*args, **kwargs):
-        file.write_text(file.read_text() + " ")
-        return run_step(*args, **kwargs)
-
-    monkeypatch.setattr(trainer, "run_step", change_and_run_step)
+    file = tmp_path / "run/tokenizer.json"
+    tiny.after_each_step(trainer, lambda _: file.write_text(file.read_text() + " "))
     trainer.run()
     with pytest.raises(UserError, match=rf"{file} has changed.*record of step 1"):
         load_model(tmp_path / "run")

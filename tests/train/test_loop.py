@@ -17,6 +17,22 @@ from moelib.train.watchdog import Watchdog
 from tests import tiny
 
 
+def evaluations(directory):
+    with open(directory / "metrics.jsonl", encoding="utf-8") as lines:
+        values = [json.loads(line) for line in lines]
+    return [(value["step"], value["val/loss"]) for value in values if "val/loss" in value]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The evaluations of a run that is not stopped."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    tiny.trainer_config(folder).instantiate(parent=None).run()
+    found = evaluations(folder)
+    assert [step for step, _ in found] == [4, 8]
+    return found
+
+
 def test_host_work_per_step_is_small_and_does_not_grow_with_the_metrics(tmp_path, monkeypatch):
     cfg = tiny.trainer_config(tmp_path, max_step=30, evaler=False)
     cfg.set(log_every_n_steps=100, checkpointer=None)
@@ -47,19 +63,14 @@ def test_host_work_per_step_is_small_and_does_not_grow_with_the_metrics(tmp_path
 def test_each_step_is_checked_while_the_next_one_runs(tmp_path, monkeypatch):
     cfg = tiny.trainer_config(tmp_path, max_step=4, evaler=False).set(checkpointer=None)
     trainer = cfg.instantiate(parent=None)
-    order = []
-    run_step, check = trainer.run_step, TrainLoop._check_pending
-
-    def step(batch, *, input_state=None):
-        order.append(f"step {trainer.step + 1}")
-        return run_step(batch, input_state=input_state)
+    order, check = [], TrainLoop._check_pending
 
     def checked(self):
         if self._pending is not None:
             order.append(f"check {self._pending[0]}")
         check(self)
 
-    monkeypatch.setattr(trainer, "run_step", step)
+    tiny.after_each_step(trainer, lambda _: order.append(f"step {trainer.step}"))
     monkeypatch.setattr(TrainLoop, "_check_pending", checked)
     trainer.run()
     assert order == [
@@ -98,38 +109,27 @@ def test_the_watchdog_knows_that_the_loop_waits_for_data(tmp_path, monkeypatch):
     assert causes[-1] == ""
 
 
-def test_changed_input_is_refused_on_resuming(tmp_path):
-    tiny.trainer_config(tmp_path, max_step=2).instantiate(parent=None).run()
-    cfg = tiny.trainer_config(tmp_path).set(accept_changes=["config"])
-    cfg.input.seed = 3
-    with pytest.raises(ValueError, match="seed was 0"):
-        cfg.instantiate(parent=None).run()
-
-
 def test_changed_data_of_an_evaluation_are_a_warning(tmp_path, caplog):
-    tiny.trainer_config(tmp_path, max_step=4).instantiate(parent=None).run()
-    cfg = tiny.trainer_config(tmp_path, max_step=5)
+    cfg = tiny.trainer_config(tmp_path, max_step=1, save_every=1)
     cfg.clone().instantiate(parent=None).run()
+    cfg.clone(max_step=2).instantiate(parent=None).run()
     assert "has changed" not in caplog.text
-    cfg.max_step = 6
     cfg.evalers["val"].input.source.num_documents += 1
-    cfg.instantiate(parent=None).run()
+    cfg.set(max_step=3).instantiate(parent=None).run()
     assert "evalers.val.input has changed: source was" in caplog.text
 
 
-def test_stop_precedes_an_evaluation_which_the_resumed_run_makes_up_for(tmp_path, monkeypatch):
-    unbroken = tmp_path / "unbroken"
-    tiny.trainer_config(unbroken).instantiate(parent=None).run()
-    directory = tmp_path / "stopped"
-    trainer = tiny.trainer_config(directory).instantiate(parent=None)
+def test_stop_precedes_an_evaluation_which_the_resumed_run_makes_up_for(
+    expected, tmp_path, monkeypatch
+):
+    trainer = tiny.trainer_config(tmp_path).instantiate(parent=None)
     with monkeypatch.context() as patch:
         patch.setattr(StopRequest, "requested", lambda self: trainer.step == 4)
         patch.setattr(trainer.evalers["val"], "evaluate", lambda *a, **k: pytest.fail("evaluated"))
         assert trainer.run()["step"] == 4
-    assert os.listdir(directory / "checkpoints") == ["step_00000004"]
-    tiny.trainer_config(directory).instantiate(parent=None).run()
-    assert evaluations(directory) == evaluations(unbroken)
-    assert [step for step, _ in evaluations(directory)] == [4, 8]
+    assert os.listdir(tmp_path / "checkpoints") == ["step_00000004"]
+    tiny.trainer_config(tmp_path).instantiate(parent=None).run()
+    assert evaluations(tmp_path) == expected
 
 
 @pytest.mark.parametrize(("max_step", "interval"), [(4, 3), (2, 1)])
@@ -139,14 +139,7 @@ def test_log_lines_and_the_final_table_show_the_mean_loss_of_an_interval(
     cfg = tiny.trainer_config(tmp_path, max_step=max_step, evaler=False).set(checkpointer=None)
     every = {}
     trainer = cfg.set(log_every_n_steps=interval).instantiate(parent=None)
-    run_step = trainer.run_step
-
-    def keep(batch, *, input_state=None):
-        packed = run_step(batch, input_state=input_state)
-        every[trainer.step] = unpack(packed)
-        return packed
-
-    trainer.run_step = keep
+    tiny.after_each_step(trainer, lambda packed: every.update({trainer.step: unpack(packed)}))
     assert trainer.run()["loss"] == every[max_step]["loss"]
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     logged = {line["step"]: line for line in map(json.loads, lines)}
@@ -164,17 +157,10 @@ def test_log_lines_and_the_final_table_show_the_mean_loss_of_an_interval(
     assert f"{mean:.4f}{label}" in shown.out
 
 
-def evaluations(directory):
-    with open(directory / "metrics.jsonl", encoding="utf-8") as lines:
-        values = [json.loads(line) for line in lines]
-    return [(value["step"], value["val/loss"]) for value in values if "val/loss" in value]
-
-
-def test_a_signal_ends_an_evaluation_which_the_resumed_run_begins_again(tmp_path, monkeypatch):
-    unbroken = tmp_path / "unbroken"
-    tiny.trainer_config(unbroken).instantiate(parent=None).run()
-    directory = tmp_path / "stopped"
-    cfg = tiny.trainer_config(directory)
+def test_a_signal_ends_an_evaluation_which_the_resumed_run_begins_again(
+    expected, tmp_path, monkeypatch
+):
+    cfg = tiny.trainer_config(tmp_path)
     cfg.checkpointer.save_policy.n = 100
     trainer, batches = cfg.instantiate(parent=None), []
     after_batch = TrainLoop._after_batch
@@ -187,11 +173,10 @@ def test_a_signal_ends_an_evaluation_which_the_resumed_run_begins_again(tmp_path
     with monkeypatch.context() as patch:
         patch.setattr(TrainLoop, "_after_batch", signalled)
         result = trainer.run()
-    assert (result["step"], result["stopped_by"]) == (4, "SIGTERM")
-    assert batches == [0]
-    assert evaluations(directory) == []
+    assert (result["step"], result["stopped_by"], batches) == (4, "SIGTERM", [0])
+    assert evaluations(tmp_path) == []
     cfg.instantiate(parent=None).run()
-    assert evaluations(directory) == evaluations(unbroken)
+    assert evaluations(tmp_path) == expected
 
 
 def test_a_signal_in_the_evaluation_of_a_restored_state_takes_no_step(tmp_path, monkeypatch):
@@ -212,15 +197,12 @@ def test_the_watchdog_runs_from_the_first_compiled_step_on(tmp_path, monkeypatch
 
     monkeypatch.setattr(Watchdog, "beat", beat)
     trainer = tiny.trainer_config(tmp_path, max_step=2).instantiate(parent=None)
-    run_step = trainer.run_step
 
-    def step(batch, *, input_state=None):
+    def step(packed):
         assert bool(beats) == bool(compiled)  # Compiling may take longer than any step.
-        packed = run_step(batch, input_state=input_state)
         compiled.append(packed)
-        return packed
 
-    trainer.run_step = step
+    tiny.after_each_step(trainer, step)
     trainer.run()
     assert beats[0] == (0, 1)
     assert beats[-1][0] == 2
