@@ -8,8 +8,7 @@ from moelib.layers.linear import Linear
 from tests.layers.calling import build, call, float64, initial, normal
 
 
-@pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 5, 3)])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("shape", "bias"), [((3,), False), ((2, 3), True), ((2, 5, 3), True)])
 def test_the_last_dimension_is_mapped(shape, bias):
     layer = build(Linear.default_config(), input_dim=3, output_dim=4, bias=bias)
     params = initial(layer)

@@ -34,12 +34,15 @@ def model_config(scheme=FP8):
     return tiny.model_config(decoder).set(quantization=scheme)
 
 
+def quantized(layer):
+    """Returns the paths of the quantized parameters of a model or layer."""
+    specs = specs_by_path(layer.create_parameter_specs_recursively())
+    return {path for path, spec in specs.items() if spec.quantization}
+
+
 def test_projections_and_experts_are_quantized_and_nothing_else():
-    model = model_config().instantiate(parent=None)
-    specs = specs_by_path(model.create_parameter_specs_recursively())
-    found = {path for path, spec in specs.items() if spec.quantization}
-    names = {"/".join(path.split("/")[3:]) for path in found}
-    assert names == ALL
+    found = quantized(model_config().instantiate(parent=None))
+    assert {"/".join(path.split("/")[3:]) for path in found} == ALL
     assert {path.split("/")[0] for path in found} == {"decoder"}
 
 
@@ -47,25 +50,32 @@ def test_latent_attention_quantizes_all_its_projections():
     layer = LatentAttention.default_config().set(
         input_dim=16, num_heads=2, kv_lora_rank=8, nope_head_dim=4, rope_head_dim=4, v_head_dim=4
     )
-    specs = build(layer, quantization=FP8).create_parameter_specs_recursively()
-    quantized = {path for path, spec in specs_by_path(specs).items() if spec.quantization}
-    assert quantized == {"q", "kv_down", "k_rope", "kv_up", "output"}
+    found = quantized(build(layer, quantization=FP8))
+    assert found == {"q", "kv_down", "k_rope", "kv_up", "output"}
 
 
 def test_a_layer_inside_can_be_excluded():
     cfg = model_config()
     cfg.decoder.block[0].self_attention.quantization = Quantization.NONE
-    specs = cfg.instantiate(parent=None).create_parameter_specs_recursively()
-    quantized = [path for path, spec in specs_by_path(specs).items() if spec.quantization]
-    assert not any("self_attention" in path for path in quantized)
-    assert any("experts" in path for path in quantized)
+    found = quantized(cfg.instantiate(parent=None))
+    assert found
+    assert not any("self_attention" in path for path in found)
 
 
-def test_a_quantized_head_is_refused():
-    cfg = model_config()
-    cfg.lm_head.quantization = FP8
-    with pytest.raises(ValueError, match=r"lm_head\.quantization is .*FP8_BLOCK"):
-        cfg.instantiate(parent=None)
+@pytest.mark.parametrize(
+    ("of_model", "changes", "named"),
+    [
+        (None, {"lm_head": FP8}, r"lm_head\.quantization is .*FP8_BLOCK"),
+        (None, {"embedding": FP8}, "embedding: quantization=.*FP8_BLOCK"),
+        (FP8, {"decoder": Quantization.NONE}, "quantization=.*FP8_BLOCK, .* no weight"),
+    ],
+)
+def test_schemes_that_apply_to_no_weight_are_refused(of_model, changes, named):
+    cfg = model_config(of_model)
+    for name, scheme in changes.items():
+        getattr(cfg, name).quantization = scheme
+    with pytest.raises(UserError, match=named):
+        cfg.instantiate(parent=None).create_parameter_specs_recursively()
 
 
 def test_a_weight_quantized_before_the_step_gives_the_gradient_of_one_quantized_at_use():
@@ -84,22 +94,6 @@ def test_a_weight_quantized_before_the_step_gives_the_gradient_of_one_quantized_
 
     both = lambda params: [jax.value_and_grad(fn)(params) for fn in (before, at_use)]
     tiny.assert_trees_close(*jax.jit(both, compiler_options=QUICK)(params), tolerance=1e-6)
-
-
-def test_a_layer_without_weights_to_quantize_refuses_a_scheme():
-    cfg = model_config(None)
-    cfg.embedding.quantization = FP8
-    model = cfg.instantiate(parent=None)
-    with pytest.raises(ValueError, match=r"embedding: quantization=.*FP8_BLOCK"):
-        model.create_parameter_specs_recursively()
-
-
-def test_a_scheme_that_all_layers_inside_override_is_refused():
-    cfg = model_config(FP8)
-    cfg.decoder.quantization = Quantization.NONE
-    with pytest.raises(UserError, match=r"quantization=.*FP8_BLOCK, .* no weight that it applies"):
-        cfg.instantiate(parent=None).create_parameter_specs_recursively()
-    cfg.set(quantization=None).instantiate(parent=None).create_parameter_specs_recursively()
 
 
 @pytest.mark.parametrize("scheme", [FP8, Quantization.INT8_BLOCK])

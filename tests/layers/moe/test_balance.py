@@ -8,6 +8,7 @@ import pytest
 from moelib.layers.moe import balance
 from moelib.layers.moe.balance import BalanceScope, BiasBalancing, LayerLoad, LoadCounter
 from tests.layers.calling import build, call, call_and_collect, initial, normal
+from tests.oracles.moe import sigmoid
 
 # One program per call.
 expert_counts = jax.jit(balance.expert_counts, static_argnums=2)
@@ -23,12 +24,12 @@ def routing(seed=0):
     probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     ids = np.argsort(-logits, -1)[..., :K]
     mask = np.arange(S) < np.array([[S], [3], [0]])  # No padding, some, and only padding.
-    return tuple(map(jnp.asarray, (probs, ids, mask, logits)))
+    return probs, ids, mask, logits
 
 
 def switch_loss(probs, ids, mask):
     """Returns E sum_e f_e P_e over valid tokens, eq. 4, with f a share of T K assignments."""
-    probs, ids = (np.asarray(a)[np.asarray(mask)] for a in (probs, ids))
+    probs, ids = probs[mask], ids[mask]
     share = np.bincount(ids.ravel(), minlength=E) / ids.size
     return E * np.sum(share * probs.astype(np.float64).mean(0))
 
@@ -37,14 +38,17 @@ def test_counts_are_those_of_the_valid_tokens():
     _, ids, mask, _ = routing()
     got = expert_counts(ids, mask, E)
     for b in range(B):
-        valid = np.asarray(ids)[b, np.asarray(mask)[b]]
-        np.testing.assert_array_equal(got[b], np.bincount(valid.ravel(), minlength=E))
+        want = np.bincount(ids[b, mask[b]].ravel(), minlength=E)
+        np.testing.assert_array_equal(got[b], want)
 
 
 def test_the_loss_is_that_of_switch_over_the_valid_tokens():
     probs, ids, mask, _ = routing()
-    got = load_balance_loss(probs, ids, mask)
+    got, grad = jax.value_and_grad(load_balance_loss)(probs, ids, mask)
     np.testing.assert_allclose(got, switch_loss(probs, ids, mask), rtol=1e-6)
+    share = np.bincount(ids[mask].ravel(), minlength=E) / (K * mask.sum())
+    want = np.where(mask[..., None], E * share / mask.sum(), 0)
+    np.testing.assert_allclose(grad, want, rtol=1e-5)
 
 
 def test_a_loss_per_sequence_is_averaged_by_tokens():
@@ -54,36 +58,24 @@ def test_a_loss_per_sequence_is_averaged_by_tokens():
     np.testing.assert_allclose(got, (S * rows[0] + 3 * rows[1]) / (S + 3), rtol=1e-6)
 
 
+def test_a_loss_of_the_global_batch_counts_the_micro_batches_before():
+    probs, ids, mask, _ = routing()
+    before = np.array([4, 0, 1, 2, 3], np.float32)
+    got = load_balance_loss(probs, ids, mask, BalanceScope.GLOBAL_BATCH, before)
+    counts = before + np.bincount(ids[mask].ravel(), minlength=E)
+    mean = probs[mask].astype(np.float64).mean(0)
+    np.testing.assert_allclose(got, E * np.sum(counts / counts.sum() * mean), rtol=1e-6)
+
+
 @pytest.mark.parametrize("scope", BalanceScope)
 def test_even_routing_costs_one_and_one_expert_for_all_costs_e(scope):
-    mask = jnp.ones((2, 5), bool)
-    even = jnp.full((2, 5, E), 1 / E)
-    ids = jnp.broadcast_to(jnp.arange(5)[None, :, None], (2, 5, 1))
+    mask = np.ones((2, 5), bool)
+    even = np.full((2, 5, E), 1 / E, np.float32)
+    ids = np.broadcast_to(np.arange(5)[:, None], (2, 5, 1))
     np.testing.assert_allclose(load_balance_loss(even, ids, mask, scope), 1.0, rtol=1e-6)
-    all_to_one = jnp.zeros((2, 5, E)).at[..., 3].set(1.0)
-    loss = load_balance_loss(all_to_one, jnp.full((2, 5, 1), 3), mask, scope)
+    all_to_one = np.broadcast_to(np.eye(E, dtype=np.float32)[3], (2, 5, E))
+    loss = load_balance_loss(all_to_one, np.full((2, 5, 1), 3), mask, scope)
     np.testing.assert_allclose(loss, E, rtol=1e-6)
-
-
-@pytest.mark.parametrize("scope", BalanceScope)
-def test_the_order_of_tokens_in_a_sequence_does_not_matter(scope):
-    probs, ids, mask, _ = routing()
-    order = np.random.default_rng(1).permutation(S)
-    got = load_balance_loss(probs[:, order], ids[:, order], mask[:, order], scope)
-    np.testing.assert_allclose(got, load_balance_loss(probs, ids, mask, scope), rtol=1e-6)
-
-
-@pytest.mark.parametrize("scope", BalanceScope)
-def test_values_of_padding_change_neither_loss_nor_gradient(scope):
-    probs, ids, mask, logits = routing()
-    hole = ~mask[..., None]
-    other_probs, other_ids = jnp.where(hole, 7.0, probs), jnp.where(hole, 1, ids)
-    run = jax.jit(jax.value_and_grad(lambda p, i: load_balance_loss(p, i, mask, scope)))
-    got, want = run(other_probs, other_ids), run(probs, ids)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
-    assert not np.any(np.asarray(want[1])[~np.asarray(mask)])
-    other_logits = jnp.where(hole, 99.0, logits)
-    np.testing.assert_array_equal(router_z_loss(other_logits, mask), router_z_loss(logits, mask))
 
 
 def test_a_batch_of_padding_costs_nothing():
@@ -93,34 +85,25 @@ def test_a_batch_of_padding_costs_nothing():
     assert float(router_z_loss(logits, mask & False)) == 0
 
 
-def test_the_gradient_is_e_times_the_share_over_the_tokens():
-    probs, ids, mask, _ = routing()
-    grad = jax.grad(load_balance_loss)(probs, ids, mask)
-    tokens = np.asarray(mask).sum()
-    share = np.bincount(np.asarray(ids)[np.asarray(mask)].ravel(), minlength=E) / (K * tokens)
-    np.testing.assert_allclose(grad[0, 0], E * share / tokens, rtol=1e-5)
-
-
 def test_the_load_of_layers_sums_to_that_of_one_layer_with_all_their_tokens():
     layers = [routing(seed)[:2] for seed in (0, 1)]
     mask = routing()[2]
-    loads = [LayerLoad.of(probs, ids, mask) for probs, ids in layers]
+    loads = [jax.jit(LayerLoad.of)(probs, ids, mask) for probs, ids in layers]
     stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *loads)
-    probs, ids = (jnp.concatenate(parts) for parts in zip(*layers, strict=True))
-    want = load_balance_loss(probs, ids, jnp.concatenate([mask, mask]))
+    probs, ids = (np.concatenate(parts) for parts in zip(*layers, strict=True))
+    want = load_balance_loss(probs, ids, np.concatenate([mask, mask]))
     np.testing.assert_allclose(stacked.summed().loss(), want, rtol=1e-6)
 
 
 def test_one_expert_is_refused():
+    probs, ids = np.ones((1, 2, 1), np.float32), np.zeros((1, 2, 1), np.int32)
     with pytest.raises(ValueError, match="num_experts=1"):
-        load_balance_loss(
-            jnp.ones((1, 2, 1)), jnp.zeros((1, 2, 1), jnp.int32), jnp.ones((1, 2), bool)
-        )
+        load_balance_loss(probs, ids, np.ones((1, 2), bool))
 
 
 def test_the_z_loss_is_the_mean_square_of_the_logsumexp():
     _, _, mask, logits = routing()
-    valid = np.asarray(logits, np.float64)[np.asarray(mask)]
+    valid = logits[mask].astype(np.float64)
     want = np.mean(np.log(np.exp(valid).sum(-1)) ** 2)
     np.testing.assert_allclose(router_z_loss(logits, mask), want, rtol=1e-6)
 
@@ -129,7 +112,7 @@ BALANCING = build(BiasBalancing.default_config(), num_experts=4, rate=0.01)
 
 
 def test_biases_go_up_for_idle_experts_and_down_for_busy_ones():
-    state = {"bias": jnp.array([1.0, 0, 0, 0]), "counts": jnp.array([8.0, 0, 4, 4])}
+    state = {"bias": np.float32([1, 0, 0, 0]), "counts": np.float32([8, 0, 4, 4])}
     after = BALANCING.end_step_recursively(state)
     np.testing.assert_allclose(after["bias"], [0.99, 0.01, 0, 0], rtol=1e-6)
     assert not np.any(after["counts"])
@@ -137,7 +120,7 @@ def test_biases_go_up_for_idle_experts_and_down_for_busy_ones():
 
 def test_counts_of_micro_batches_add_up():
     state = initial(BALANCING)
-    mask, ids = jnp.ones((1, 2), bool), jnp.array([[[0, 1], [0, 2]]])
+    mask, ids = np.ones((1, 2), bool), np.array([[[0, 1], [0, 2]]])
     for _ in range(2):
         _, outputs = call_and_collect(BALANCING, state, ids, mask, method="count")
         state = {**state, **outputs.state_updates}
@@ -145,22 +128,17 @@ def test_counts_of_micro_batches_add_up():
 
 
 def test_the_bias_is_added_to_the_scores_and_its_range_reported():
-    state = {**initial(BALANCING), "bias": jnp.array([0.5, 0, 0, -0.25])}
-    scores = jnp.ones((1, 1, 4))
+    state = {**initial(BALANCING), "bias": np.float32([0.5, 0, 0, -0.25])}
+    scores = np.ones((1, 1, 4), np.float32)
     got, outputs = call_and_collect(BALANCING, state, scores, method="biased")
     np.testing.assert_array_equal(got[0, 0], [1.5, 1, 1, 0.75])
     assert float(outputs.summaries["bias_range"]) == 0.75
 
 
-def test_biases_and_counts_are_not_trained():
-    assert not any(s.trainable for s in BALANCING.layer_parameter_specs().values())
-    assert BALANCING.active_parameters() == 0
-
-
 def test_a_skewed_router_is_balanced_in_time():
     layer = build(BiasBalancing.default_config(), num_experts=4, rate=0.02)
-    scores = jax.nn.sigmoid(jnp.asarray(normal(1, 256, 4) + np.float32([1.5, 0, 0, -1.5])))
-    mask = jnp.ones((1, 256), bool)
+    scores = np.float32(sigmoid(normal(1, 256, 4) + [1.5, 0, 0, -1.5]))
+    mask = np.ones((1, 256), bool)
 
     @jax.jit
     def step(state):
@@ -176,25 +154,15 @@ def test_a_skewed_router_is_balanced_in_time():
     assert float(jnp.max(last)) < 1.2 * 64
 
 
-def test_a_loss_of_the_global_batch_counts_the_micro_batches_before():
-    probs, ids, mask, _ = routing()
-    before = jnp.array([4.0, 0.0, 1.0, 2.0, 3.0])
-    got = load_balance_loss(probs, ids, mask, BalanceScope.GLOBAL_BATCH, before)
-    valid = np.asarray(mask)
-    counts = np.asarray(before) + np.bincount(np.asarray(ids)[valid].ravel(), minlength=E)
-    mean = np.asarray(probs, np.float64)[valid].mean(0)
-    np.testing.assert_allclose(got, E * np.sum(counts / counts.sum() * mean), rtol=1e-6)
-
-
 def test_a_load_counter_counts_up_within_a_step_and_starts_again_after_it():
     _, ids, mask, _ = routing()
     made = build(LoadCounter.default_config(), num_experts=E)
-    counts, total = initial(made), jnp.zeros(E)
+    counts, total = initial(made), np.zeros(E)
     for _ in range(2):
         before, outputs = call_and_collect(made, counts, ids, mask, method="count")
         np.testing.assert_array_equal(before, total)
         counts = outputs.state_updates
-        total = total + jnp.sum(expert_counts(ids, mask, E), 0)
+        total = total + np.sum(expert_counts(ids, mask, E), 0)
         np.testing.assert_array_equal(counts["counts"], total)
     np.testing.assert_array_equal(made.end_step_recursively(counts)["counts"], np.zeros(E))
     _, outputs = call_and_collect(made, counts, ids, mask, method="count", is_training=False)

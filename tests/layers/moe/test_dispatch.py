@@ -61,6 +61,7 @@ ROUTINGS = {
     "skewed": (np.where(np.arange(T)[:, None] < 36, [[3, 1]], IDS), MASK),
     "all to the same": (np.broadcast_to([[2, 0]], (T, K)), np.ones(T, bool)),
     "all padding": (IDS, np.zeros(T, bool)),
+    "some of no expert": (np.where(IDS == 1, -1, np.where(IDS == 2, E + 1, IDS)), MASK),
 }
 
 

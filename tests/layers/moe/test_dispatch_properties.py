@@ -4,24 +4,23 @@ Each seed draws a case: the sizes, which of five mesh axes the eight devices lie
 tokens go to (any, a few, one after the other) and which tokens are padding.
 """
 
+import contextlib
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from moelib.layers.moe.dispatch import DenseDispatcher
 from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
 from moelib.layers.moe.layer import MoELayer
-from moelib.layers.moe.router import Routing
-from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
-from tests.layers.calling import QUICK, build, call, initial, normal
-from tests.layers.moe.test_dispatch_on_meshes import DISPATCHERS, check
+from tests import tiny
+from tests.layers.calling import build, initial, normal
+from tests.layers.moe.test_dispatch_on_meshes import DISPATCHERS, check, pulled
 
 AXES = ("data", "expert", "fsdp", "seq", "model")
+pytestmark = pytest.mark.slow
 SHAPES = [shape for shape in itertools.product((1, 2, 4, 8), repeat=5) if np.prod(shape) == 8]
-SEEDS = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(30)]
 
 
 class Case:
@@ -41,11 +40,11 @@ class Case:
         score = rng.gumbel(size=(self.B, self.S, self.E)) - skew
         ids = np.argsort(-score, -1)[..., : self.K]
         ids = np.broadcast_to(few, ids.shape) if rng.random() < 0.25 else ids
-        self.ids = jnp.asarray(ids.astype(np.int32))
+        self.ids = ids.astype(np.int32)
         kept = rng.choice([0.0, 0.5, 1.0], p=[0.15, 0.35, 0.5])
-        self.mask = jnp.asarray(rng.random((self.B, self.S)) < kept)
-        self.weights = jnp.asarray(np.abs(normal(self.B, self.S, self.K, seed=seed)))
-        self.x, self.grad = (jnp.asarray(normal(self.B, self.S, self.D, seed=s)) for s in (1, 2))
+        self.mask = rng.random((self.B, self.S)) < kept
+        self.weights = np.abs(normal(self.B, self.S, self.K, seed=seed))
+        self.x, self.grad = (normal(self.B, self.S, self.D, seed=s) for s in (1, 2))
 
     def layer(self, dispatcher):
         return build(
@@ -59,26 +58,13 @@ class Case:
 
     def pulled(self, dispatcher, mesh=None):
         """Returns ((output, assignments dropped), gradients in experts, x and weights)."""
-        made = self.layer(dispatcher)
         params = initial(self.layer(DenseDispatcher.default_config()))
-
-        def run(experts, x, weights):
-            nothing = jnp.zeros((self.B, self.S, self.E))
-            routing = Routing(self.ids, weights, nothing, nothing, self.mask)
-            return tuple(call(made, params, experts, x, routing, method="_routed"))
-
-        def pull(experts, x, weights):
-            y, back, num_dropped = jax.vjp(run, experts, x, weights, has_aux=True)
-            return (y, num_dropped), back(self.grad)
-
-        pull = jax.jit(pull, compiler_options=QUICK)
-        if mesh is None:
-            return pull(params["experts"], self.x, self.weights)
-        with jax.set_mesh(create_device_mesh(mesh_shape_from_axes(**mesh))):
-            return jax.device_get(pull(params["experts"], self.x, self.weights))
+        inputs = (params, self.x, self.weights, self.ids, self.mask, self.grad)
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(tiny.mesh(**mesh)):
+            return jax.device_get(pulled(self.layer(dispatcher), *inputs))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", range(30))
 def test_all_dispatchers_agree_with_the_oracle(seed):
     case = Case(seed)
     want = case.pulled(DenseDispatcher.default_config())
@@ -94,7 +80,6 @@ def test_all_dispatchers_agree_with_the_oracle(seed):
 DROPPING = (103, 101, 104, 105, 106, 107, 110, 112, 113, 115, 117, 118, 120, 122)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", DROPPING)
 def test_the_same_assignments_are_dropped_on_every_mesh(seed):
     case = Case(seed)

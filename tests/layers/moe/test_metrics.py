@@ -60,15 +60,6 @@ def test_the_drop_rate_of_micro_batches_is_that_of_their_assignments():
     assert float(reading(combine(one["drop_rate"], three["drop_rate"]))) == 2 / 4
 
 
-def test_a_router_that_knows_nothing_has_full_entropy():
-    got = routing_metrics(
-        routing(np.zeros((1, 2, 8)), np.zeros((1, 2, 1), int), np.ones((1, 2), bool)),
-        jnp.float32(0),
-    )
-    np.testing.assert_allclose(got["entropy"].mean, np.log(8), rtol=1e-6)
-    assert float(reading(got["load_max_over_mean"])) == 8
-
-
 def test_a_batch_of_padding_has_no_weight_and_finite_metrics():
     got = routing_metrics(
         routing(np.zeros((1, 2, 4)), np.zeros((1, 2, 1), int), np.zeros((1, 2), bool)),

@@ -119,11 +119,6 @@ def results(family):
 IN_EVERY_RUN = ("llama3", "deepseek_v2_lite", "gpt_oss")
 
 
-def some(families):
-    """Returns families, with a mark on those that not every run computes."""
-    return [f if f in IN_EVERY_RUN else pytest.param(f, marks=pytest.mark.slow) for f in families]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_transformers(family):
     model, _, params = loaded(family)
@@ -134,12 +129,24 @@ def test_logits_are_those_of_transformers(family):
     np.testing.assert_allclose(logits, want["logits"], rtol=0, atol=5e-6 * largest)
 
 
-@pytest.mark.parametrize("family", some(FAMILIES))
-def test_loss_and_every_gradient_are_those_of_transformers(family):
+SOME = [f if f in IN_EVERY_RUN else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
+# Families whose balance loss is that of all layers.
+POOLED = ("gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_losses_experts_and_every_gradient_are_those_of_transformers(family):
     _, mappings, _ = loaded(family)
     _, _, tensors, want = fixture(family)
-    value, grads, *_ = results(family)
+    value, grads, routing, aux_loss = results(family)
     np.testing.assert_allclose(value, want["loss"], rtol=1e-6)
+    if family in POOLED:
+        # Counts of transformers are not divided by K; the weight is K here.
+        np.testing.assert_allclose(aux_loss, want["aux_loss"], rtol=1e-6)
+    choices = {key for key in want if key.startswith("choices.")}
+    assert choices == {f"choices.{number}" for number in routing}
+    for number, ids in routing.items():
+        np.testing.assert_array_equal(np.sort(ids, -1), want[f"choices.{number}"])
     got = dict(checkpoint_tensors(grads, mappings))
     names = {key.removeprefix("grad.") for key in want if key.startswith("grad.")}
     buffers = {key for key in tensors if "e_score_correction_bias" in key}
@@ -151,25 +158,7 @@ def test_loss_and_every_gradient_are_those_of_transformers(family):
         np.testing.assert_allclose(got[name], grad, rtol=0, atol=atol, err_msg=name)
 
 
-SPARSE = [family for family in FAMILIES if family not in ("llama3", "qwen3")]
-
-
-@pytest.mark.parametrize("family", some(SPARSE))
-def test_tokens_go_to_the_same_experts(family):
-    want, found = fixture(family)[3], results(family)[2]
-    names = {key for key in want if key.startswith("choices.")}
-    assert names == {f"choices.{number}" for number in found}
-    for number, ids in found.items():
-        np.testing.assert_array_equal(np.sort(ids, -1), want[f"choices.{number}"])
-
-
-@pytest.mark.parametrize("family", some(f for f in SPARSE if not f.startswith("deepseek")))
-def test_the_pooled_load_balance_loss_is_that_of_transformers(family):
-    # Counts of transformers are not divided by K; the weight is K here.
-    np.testing.assert_allclose(results(family)[3], fixture(family)[3]["aux_loss"], rtol=1e-6)
-
-
-@pytest.mark.parametrize("family", [f for f in SPARSE if not f.startswith("deepseek")])
+@pytest.mark.parametrize("family", POOLED)
 def test_the_weight_of_the_pooled_loss_is_exported_per_expert_of_a_token(family):
     cfg = fixture(family)[1].clone()
     layers = [layer.feed_forward for layer in (*cfg.decoder.first_layers, *cfg.decoder.block)]
@@ -183,13 +172,8 @@ def test_the_weight_of_the_pooled_loss_is_exported_per_expert_of_a_token(family)
     assert "router_aux_loss_coef" not in settings_of(cfg)[1]
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        family if family == "llama3" else pytest.param(family, marks=pytest.mark.slow)
-        for family in FAMILIES
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_packed_documents_are_as_they_are_alone(family):
     model, _, params = loaded(family)
     want = fixture(family)[3]
