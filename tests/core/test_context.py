@@ -321,7 +321,7 @@ def test_a_shared_module_sees_the_state_that_its_earlier_call_left(wrap: Any):
 def test_a_module_shared_from_outside_of_a_scan_gives_outputs_of_each_iteration():
     def scanned(m: Any) -> jax.Array:
         iteration = lambda x, _: (m.get_shared_module("counter")(x), None)
-        return scan_in_context(iteration, carry=np.float32(0), length=LENGTH, state={})[0]
+        return scan_in_context(iteration, carry=jnp.zeros(()), length=LENGTH, state={})[0]
 
     with pytest.raises(OutputConflictError, match="shared/count"):
         share(scanned)
