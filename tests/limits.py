@@ -14,7 +14,7 @@ import pytest
 from moelib.core import memory_maps
 
 _CLEAR_MAPS, _MAX_MAPS = 12_000, 30_000
-_MAX_MEMORY = 3 << 30  # Bytes.
+_MAX_MEMORY = 3 << 30  # Bytes, on CPUs: the libraries of a GPU alone may take more.
 
 
 class Limits:
@@ -40,7 +40,7 @@ class Limits:
             jax.clear_caches()
         if maps > _MAX_MAPS:
             pytest.fail(f"{file}: {maps:,} memory maps, above {_MAX_MAPS:,}.")
-        if memory > _MAX_MEMORY and was_within:
+        if memory > _MAX_MEMORY and was_within and jax.config.jax_platforms == "cpu":
             pytest.fail(f"{file}: {memory / 2**30:.2f} GiB at peak, above {_MAX_MEMORY >> 30}.")
 
     @pytest.hookimpl(trylast=True)
