@@ -71,22 +71,11 @@ def test_update_is_the_gradient_of_loss_and_auxiliary_losses(batch):
     assert metrics.unpack(packed)["objective"] == pytest.approx(float(value), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "axes",
-    [
-        {"data": 2, "fsdp": 2, "model": 2},
-        *(
-            pytest.param(axes, marks=pytest.mark.slow)
-            for axes in ({"data": 8}, {"fsdp": 8}, {"data": 2, "seq": 4})
-        ),
-    ],
-    ids=str,
-)
-def test_every_mesh_gives_the_same_step(batch, axes):
+def test_a_mesh_gives_the_same_step(batch):
     trainer, step = build()
     start = start_of(trainer)
     expected, expected_metrics = jax.jit(step)(start, batch)
-    mesh = create_device_mesh(mesh_shape_from_axes(**axes))
+    mesh = create_device_mesh(mesh_shape_from_axes(data=2, fsdp=2, model=2))
     with jax.set_mesh(mesh):
         shardings = sharding.named_shardings(trainer.trainer_state_specs, mesh)
         rows = state.batch_sharding(8, 16, mesh)
