@@ -1,7 +1,5 @@
 """The cache of compiled programs that commands set up."""
 
-import contextlib
-import os
 import pathlib
 import platform
 import subprocess
@@ -138,20 +136,16 @@ use_compilation_cache()
 for i in range(5):
     print(jnp.ones(i + 2).sum())
 """
-    with contextlib.ExitStack() as stack:
-        both = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [sys.executable, "-c", code],
-                    env=dict(os.environ),
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
-            for _ in range(2)
-        ]
-        outputs = [process.communicate()[0] for process in both]
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    outputs = [process.communicate()[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     assert outputs == ["".join(f"{i + 2}.0\n" for i in range(5))] * 2
     assert len(entries(home)) >= 5

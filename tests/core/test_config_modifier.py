@@ -44,16 +44,11 @@ def stack() -> Any:
 
 def test_every_config_of_the_class_is_replaced_and_counted():
     cfg = stack()
+    cfg.last.inner = Dense.default_config()  # Goes with the config that it is inside of.
     assert replace_layer_config_recursively(cfg, Dense, Sparse.default_config()) == 3
     assert [layer.klass for layer in cfg.layers] == [Sparse, SubDense]
     assert cfg.last == Sparse.default_config().set(dim=3)
     assert cfg.anything["k"][0].dim == 4
-
-
-def test_fields_that_the_new_config_sets_are_kept():
-    cfg = stack()
-    replace_layer_config_recursively(cfg, Dense, Sparse.default_config().set(dim=9))
-    assert (cfg.last.dim, cfg.last.act) == (9, "gelu")
 
 
 def test_the_new_config_is_copied_for_each_replacement():
@@ -63,27 +58,13 @@ def test_the_new_config_is_copied_for_each_replacement():
     assert (cfg.layers[0].num_experts, new.num_experts) == (8, 8)
 
 
-def test_a_function_can_make_the_new_config_from_the_old():
-    cfg = stack()
-    replace_layer_config_recursively(
-        cfg, Dense, lambda old: Sparse.default_config().set(dim=10 * old.dim)
-    )
-    assert (cfg.layers[0].dim, cfg.last.dim) == (10, 30)
-
-
-def test_a_replacement_may_contain_the_replaced_config():
+def test_a_function_may_put_the_old_config_into_the_new_one():
     cfg = stack()
     count = replace_layer_config_recursively(
         cfg, Dense, lambda old: SubDense.default_config().set(dim=1, inner=old)
     )
     assert count == 3
     assert cfg.last.inner.dim == 3
-
-
-def test_configs_inside_a_replaced_one_go_with_it():
-    cfg = stack()
-    cfg.last.inner = Dense.default_config()
-    assert replace_layer_config_recursively(cfg, Dense, Sparse.default_config()) == 3
 
 
 def test_nothing_to_replace_is_an_error():
