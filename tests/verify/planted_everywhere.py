@@ -1,4 +1,4 @@
-"""Bugs that are wrong on one device too, as patches of moelib: each is planted by one function.
+"""Bugs that are wrong on one device too: each replaces one function of moelib.
 
 Letters are those of the groups of checks: a references of layers, b gradients, c the same step in
 another form, d the learner, e data, f initial values, casts and checkpoints, g kernels of other
@@ -8,9 +8,6 @@ platforms, h state that layers update themselves.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +16,14 @@ import numpy as np
 from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.core import context, precision, tree
 from moelib.core.config import config_for_function
-from moelib.core.module import _in_context
+from moelib.core.module import Module
 from moelib.core.param import Cast
 from moelib.data import lm_input, mixture, packing
 from moelib.data.prefetch import Prefetcher
 from moelib.kernels.flash_attention import passes, tpu_kernels
 from moelib.kernels.flash_attention import xla as attention_xla
 from moelib.kernels.gmm import xla as gmm_xla
-from moelib.layers import activation, initializers, norm, rope, transformer
-from moelib.layers.activation import Activation
+from moelib.layers import initializers, norm, rope, transformer
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.attention.latent import LatentAttention
 from moelib.layers.base import BaseLayer
@@ -41,7 +37,7 @@ from moelib.layers.moe.router import Router
 from moelib.layers.remat import remat
 from moelib.layers.transformer import ScanStack, TransformerLayer
 from moelib.learner import ema, schedules, transforms
-from moelib.learner import learner as learner_module
+from moelib.learner.learner import Learner
 from moelib.learner.optimizers import adamw_optimizer
 from moelib.models.causal_lm import CausalLM
 from moelib.models.huggingface import families
@@ -50,8 +46,7 @@ from moelib.train import step as step_module
 from moelib.train.trainer import SpmdTrainer
 from moelib.verify import step_probe
 from tests.tiny import model_config, plain_moe, stacked, trainer_config, transformer_layer
-
-Patch = Callable[..., None]  # monkeypatch.setattr.
+from tests.verify.bugs import Bug, replaces
 
 
 def rich(
@@ -108,708 +103,433 @@ def exportable() -> SpmdTrainer.Config:
     return cfg
 
 
-class Bug(NamedTuple):
-    """A bug, the check that finds it first, and a trainer that has what it is planted in."""
-
-    plant: Callable[[Patch], None]
-    check: str
-    config: Callable[[], SpmdTrainer.Config]
-
-
-BUGS: list[Bug] = []
-
-
-def found_by(check: str, config: Callable[[], SpmdTrainer.Config] = rich) -> Any:
-    """Returns a decorator that lists a bug in BUGS."""
-
-    def register(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        BUGS.append(Bug(plant, check, config))
-        return plant
-
-    return register
+def with_capacity() -> SpmdTrainer.Config:
+    """Returns the tiny trainer with experts that drop tokens."""
+    return rich(dispatcher=CapacityDispatcher)
 
 
 # -- a: references of layers -----------------------------------------------------------------------
 
 
-@found_by("kernels")
-def mask_off_by_one_at_blocks(patch: Patch) -> None:
+@replaces(attention_xla, "attention_mask", "kernels")
+def mask_off_by_one_at_blocks(known, positions, spec):
     """The first query of a block of 64 sees the key after it."""
-    known = attention_xla.attention_mask
-
-    def mask(positions: Any, spec: Any) -> Any:
-        first = (positions.q_index % 64 == 0) & (positions.q_index > 0)
-        ahead = positions.q_index[:, None] - positions.k_index[None]
-        return known(positions, spec) | (first[:, None] & (ahead == -1))[None]
-
-    patch(attention_xla, "attention_mask", mask)
+    first = (positions.q_index % 64 == 0) & (positions.q_index > 0)
+    ahead = positions.q_index[:, None] - positions.k_index[None]
+    return known(positions, spec) | (first[:, None] & (ahead == -1))[None]
 
 
-@found_by("kernels")
-def document_at_a_block_sees_its_predecessor(patch: Patch) -> None:
+@replaces(attention_xla, "attention_mask", "kernels")
+def document_at_a_block_sees_its_predecessor(known, positions, spec):
     """A document that begins at a multiple of 64 sees the token before it."""
-    known = attention_xla.attention_mask
-
-    def mask(positions: Any, spec: Any) -> Any:
-        ahead = positions.q_index[:, None] - positions.k_index[None]
-        first = (positions.q_index % 64 == 0)[:, None] & (ahead == 1)
-        return known(positions, spec) | first[None]
-
-    patch(attention_xla, "attention_mask", mask)
+    ahead = positions.q_index[:, None] - positions.k_index[None]
+    first = (positions.q_index % 64 == 0)[:, None] & (ahead == 1)
+    return known(positions, spec) | first[None]
 
 
-@found_by("plain")
-def weight_of_the_first_expert_for_the_second(patch: Patch) -> None:
+@replaces(dispatch, "run_sorted", "plain")
+def weight_of_the_first_expert_for_the_second(known, local, *rest):
     """Where a token's best expert is expert 0, its second has the weight of the first."""
-    known = dispatch.run_sorted
-
-    def run_sorted(local: Any, *rest: Any) -> Any:
-        swap = (local.ids[:, :1] == 0) & (jnp.arange(local.ids.shape[1]) == 1)[None]
-        return known(
-            local._replace(weights=jnp.where(swap, local.weights[:, :1], local.weights)), *rest
-        )
-
-    patch(dispatch, "run_sorted", run_sorted)
+    swap = (local.ids[:, :1] == 0) & (jnp.arange(local.ids.shape[1]) == 1)[None]
+    weights = jnp.where(swap, local.weights[:, :1], local.weights)
+    return known(local._replace(weights=weights), *rest)
 
 
-@found_by("layers")
-def attention_scale_of_the_model_width(patch: Patch) -> None:
+@replaces(GroupedQueryAttention, "_attend", "layers")
+def attention_scale_of_the_model_width(known, self, q, *rest):
     """Scores are divided by the root of twice the head's width."""
-    known = GroupedQueryAttention._attend
-
-    def attend(self: Any, q: Any, *rest: Any) -> Any:
-        return known(self, q / 2**0.5, *rest)
-
-    patch(GroupedQueryAttention, "_attend", attend)
+    return known(self, q / 2**0.5, *rest)
 
 
-@found_by("layers")
-def z_loss_of_the_probabilities(patch: Patch) -> None:
+@replaces(moe_layer, "router_z_loss", "layers")
+def z_loss_of_the_probabilities(known, logits, mask):
     """The router z-loss squares the logsumexp of other logits."""
-    known = moe_layer.router_z_loss
-    patch(
-        moe_layer, "router_z_loss", lambda logits, mask: known(jax.nn.log_softmax(logits) + 1, mask)
-    )
+    return known(jax.nn.log_softmax(logits) + 1, mask)
 
 
-@found_by("layers")
-def balance_loss_counts_only_the_best_expert(patch: Patch) -> None:
+@replaces(moe_layer, "load_balance_loss", "layers")
+def balance_loss_counts_only_the_best_expert(known, probs, ids, *rest):
     """The balance loss counts the first of the K experts of a token."""
-    known = moe_layer.load_balance_loss
-
-    def loss(probs: Any, ids: Any, *rest: Any) -> Any:
-        return known(probs, ids[..., :1], *rest)
-
-    patch(moe_layer, "load_balance_loss", loss)
+    return known(probs, ids[..., :1], *rest)
 
 
-@found_by("layers")
-def root_of_the_mean_magnitude(patch: Patch) -> None:
+@replaces(norm.RMSNorm, "forward", "layers")
+def root_of_the_mean_magnitude(known, self, x):
     """RMSNorm divides by the mean of the magnitudes."""
-
-    def forward(self: Any, x: Any) -> Any:
-        return x / (jnp.mean(jnp.abs(x), -1, keepdims=True) + self.config.eps) * self._scaled(x)
-
-    patch(norm.RMSNorm, "forward", _in_context(forward))
+    return x / (jnp.mean(jnp.abs(x), -1, keepdims=True) + self.config.eps) * self._scaled(x)
 
 
-@found_by("layers")
-def latent_attention_with_other_scores(patch: Patch) -> None:
-    known = LatentAttention._attend
-
-    def attend(self: Any, q: Any, *rest: Any) -> Any:
-        return known(self, 1.5 * q, *rest)
-
-    patch(LatentAttention, "_attend", attend)
+@replaces(LatentAttention, "_attend", "layers")
+def latent_attention_with_other_scores(known, self, q, *rest):
+    return known(self, 1.5 * q, *rest)
 
 
-@found_by("layers")
-def half_the_output_of_dense_layers(patch: Patch) -> None:
-    known = FeedForward.forward
-    patch(FeedForward, "forward", lambda self, *args: known(self, *args) / 2)
+@replaces(FeedForward, "forward", "layers")
+def half_the_output_of_dense_layers(known, self, *args):
+    return known(self, *args) / 2
 
 
-@found_by("layers")
-def sigmoid_for_silu(patch: Patch) -> None:
-    swiglu = {Activation.SWIGLU: lambda gate, up: jax.nn.sigmoid(gate) * up}
-    patch(activation, "_GATED", activation._GATED | swiglu)
+@replaces(jax.nn, "silu", "layers")
+def sigmoid_for_silu(known, x):
+    return jax.nn.sigmoid(x)
 
 
-@found_by("layers")
-def rotation_of_neighbors(patch: Patch) -> None:
+@replaces(rope.RotaryEmbedding, "forward", "layers")
+def rotation_of_neighbors(known, self, x, positions):
     """Frequencies belong to entries 2i and 2i + 1, as in another convention of checkpoints."""
-    known = rope.RotaryEmbedding.forward
-
-    def forward(self: Any, x: Any, positions: Any) -> Any:
-        halves = jnp.concatenate([x[..., ::2], x[..., 1::2]], -1)
-        return known(self, halves, positions)
-
-    patch(rope.RotaryEmbedding, "forward", forward)
+    halves = jnp.concatenate([x[..., ::2], x[..., 1::2]], -1)
+    return known(self, halves, positions)
 
 
-@found_by("layers")
-def hidden_states_of_another_scale(patch: Patch) -> None:
-    known = CausalLM.hidden
-
-    def hidden(self: Any, batch: Any) -> Any:
-        return known(self, batch) * 1.01
-
-    patch(CausalLM, "hidden", hidden)
+@replaces(CausalLM, "hidden", "layers")
+def hidden_states_of_another_scale(known, self, batch):
+    return known(self, batch) * 1.01
 
 
-@found_by("layers", functools.partial(rich, scope=BalanceScope.GLOBAL_BATCH))
-def balance_loss_without_earlier_microbatches(patch: Patch) -> None:
-    known = moe_layer.load_balance_loss
-    patch(moe_layer, "load_balance_loss", lambda *args: known(*args[:-1]))
+@replaces(
+    moe_layer, "load_balance_loss", "layers", functools.partial(rich, BalanceScope.GLOBAL_BATCH)
+)
+def balance_loss_without_earlier_microbatches(known, *args):
+    return known(*args[:-1])
 
 
-@found_by("layers", functools.partial(rich, scope=BalanceScope.ALL_LAYERS))
-def balance_loss_of_the_last_layer(patch: Patch) -> None:
+@replaces(Module, "get_module_outputs", "layers", functools.partial(rich, BalanceScope.ALL_LAYERS))
+def balance_loss_of_the_last_layer(known, self):
     """The pooled loss is that of the last layers alone, those of one scan."""
-    known = tree.flatten_items
-
-    def items(nested: Any, *rest: Any) -> Any:
-        return known(nested, *rest)[-1:] if rest else known(nested)
-
-    patch(balance, "tree", SimpleNamespace(flatten_items=items))
+    return dict([known(self).popitem()])
 
 
-@found_by("layers")
-def positions_of_the_first_sequence(patch: Patch) -> None:
-    known = TransformerLayer.forward
-
-    def forward(self: Any, x: Any, *, positions: Any, **rest: Any) -> Any:
-        positions = jnp.broadcast_to(positions[:1], positions.shape)
-        return known(self, x, positions=positions, **rest)
-
-    patch(TransformerLayer, "forward", forward)
+@replaces(TransformerLayer, "forward", "layers")
+def positions_of_the_first_sequence(known, self, x, *, positions, **rest):
+    positions = jnp.broadcast_to(positions[:1], positions.shape)
+    return known(self, x, positions=positions, **rest)
 
 
-@found_by("layers")
-def positions_to_15(patch: Patch) -> None:
-    known = rope.RotaryEmbedding.forward
-
-    def forward(self: Any, x: Any, positions: Any) -> Any:
-        return known(self, x, jnp.minimum(positions, 15))
-
-    patch(rope.RotaryEmbedding, "forward", forward)
+@replaces(rope.RotaryEmbedding, "forward", "layers")
+def positions_to_15(known, self, x, positions):
+    return known(self, x, jnp.minimum(positions, 15))
 
 
-@found_by("layers", functools.partial(rich, dispatcher=CapacityDispatcher))
-def capacity_for_the_last_tokens(patch: Patch) -> None:
+@replaces(dispatch_capacity, "within_capacity", "layers", with_capacity)
+def capacity_for_the_last_tokens(known, ids, *rest):
     """The first assignments of a sequence are dropped, not the last ones."""
-    known = dispatch_capacity.within_capacity
-
-    def within(ids: Any, *rest: Any) -> Any:
-        return known(ids[:, ::-1], *rest)[:, ::-1]
-
-    patch(dispatch_capacity, "within_capacity", within)
+    return known(ids[:, ::-1], *rest)[:, ::-1]
 
 
-@found_by("layers", functools.partial(rich, dispatcher=CapacityDispatcher))
-def capacity_of_half_the_tokens(patch: Patch) -> None:
-    known = dispatch.sequence_capacity
-    patch(dispatch, "sequence_capacity", lambda per_token, num: known(per_token, num / 2))
+@replaces(dispatch, "sequence_capacity", "layers", with_capacity)
+def capacity_of_half_the_tokens(known, per_token, num):
+    return known(per_token, num / 2)
 
 
 # -- b: gradients ----------------------------------------------------------------------------------
 
 
-@found_by("derivatives")
-def auxiliary_loss_without_gradient(patch: Patch) -> None:
-    known = moe_layer.router_z_loss
-    stop = jax.lax.stop_gradient
-    patch(moe_layer, "router_z_loss", lambda logits, mask: stop(known(logits, mask)))
+@replaces(moe_layer, "router_z_loss", "derivatives")
+def auxiliary_loss_without_gradient(known, logits, mask):
+    return jax.lax.stop_gradient(known(logits, mask))
 
 
-@found_by("derivatives")
-def combine_weights_without_gradient(patch: Patch) -> None:
-    known = dispatch.run_sorted
-
-    def run_sorted(local: Any, *rest: Any) -> Any:
-        return known(local._replace(weights=jax.lax.stop_gradient(local.weights)), *rest)
-
-    patch(dispatch, "run_sorted", run_sorted)
+@replaces(dispatch, "run_sorted", "derivatives")
+def combine_weights_without_gradient(known, local, *rest):
+    return known(local._replace(weights=jax.lax.stop_gradient(local.weights)), *rest)
 
 
-@found_by("kernels")
-def sinks_with_half_their_gradient(patch: Patch) -> None:
-    known = passes.sinks_gradient
-    patch(passes, "sinks_gradient", lambda *args: known(*args) / 2)
+@replaces(passes, "sinks_gradient", "kernels")
+def sinks_with_half_their_gradient(known, *args):
+    return known(*args) / 2
 
 
-@found_by("kernels")
-def weight_gradient_without_the_last_row(patch: Patch) -> None:
+@replaces(gmm_xla, "weight_gradient", "kernels")
+def weight_gradient_without_the_last_row(known, lhs, grads, sizes, **options):
     """The gradient of an expert's matrix leaves out its last row."""
-    known = gmm_xla.weight_gradient
-
-    def gradient(lhs: Any, grads: Any, sizes: Any, **options: Any) -> Any:
-        last = jnp.zeros(lhs.shape[0], bool).at[jnp.cumsum(sizes) - 1].set(True)
-        return known(jnp.where(last[:, None], 0, lhs), grads, sizes, **options)
-
-    patch(gmm_xla, "weight_gradient", gradient)
+    last = jnp.zeros(lhs.shape[0], bool).at[jnp.cumsum(sizes) - 1].set(True)
+    return known(jnp.where(last[:, None], 0, lhs), grads, sizes, **options)
 
 
-@found_by("derivatives")
-def norm_with_a_constant_root(patch: Patch) -> None:
+@replaces(norm.RMSNorm, "forward", "derivatives")
+def norm_with_a_constant_root(known, self, x):
     """The gradient of RMSNorm takes the root mean square as a constant."""
-
-    def forward(self: Any, x: Any) -> Any:
-        x32 = x.astype(jnp.float32)
-        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), -1, keepdims=True) + self.config.eps)
-        return (x32 * jax.lax.stop_gradient(inverse) * self._scaled(x)).astype(x.dtype)
-
-    patch(norm.RMSNorm, "forward", _in_context(forward))
+    x32 = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), -1, keepdims=True) + self.config.eps)
+    return (x32 * jax.lax.stop_gradient(inverse) * self._scaled(x)).astype(x.dtype)
 
 
-@found_by("derivatives")
-def z_loss_with_half_its_gradient(patch: Patch) -> None:
+@replaces(CausalLM, "forward", "derivatives")
+def z_loss_with_half_its_gradient(known, self, batch):
     """The loss of the vocabulary's logits has its z-loss, whose gradient has no factor of 2."""
-    known = CausalLM.forward
-
-    def forward(self: Any, batch: Any) -> Any:
-        (loss, metrics) = known(self, batch)
-        half = (loss.mean - metrics["cross_entropy"].mean) / 2
-        mean = loss.mean - half + jax.lax.stop_gradient(half)
-        return loss._replace(mean=mean) if hasattr(loss, "_replace") else type(loss)(
-            mean, loss.weight
-        ), metrics
-
-    patch(CausalLM, "forward", forward)
+    loss, metrics = known(self, batch)
+    half = (loss.mean - metrics["cross_entropy"].mean) / 2
+    return loss._replace(mean=loss.mean - half + jax.lax.stop_gradient(half)), metrics
 
 
 # -- c: the same step in another form --------------------------------------------------------------
 
 
-@found_by("plain")
-def plain_mean_over_microbatches(patch: Patch) -> None:
-    patch(step_module, "_shares", lambda *_: (1.0, 1.0))
+@replaces(step_module, "_shares", "plain")
+def plain_mean_over_microbatches(known, *args):
+    return 1.0, 1.0
 
 
-@found_by("plain")
-def scan_with_the_parameters_of_the_next_layer(patch: Patch) -> None:
-    known = transformer.scan_in_context
-
-    def scan(fn: Any, *, state: Any, **rest: Any) -> Any:
-        return known(fn, state=jax.tree.map(lambda x: jnp.roll(x, -1, 0), state), **rest)
-
-    patch(transformer, "scan_in_context", scan)
+@replaces(transformer, "scan_in_context", "plain")
+def scan_with_the_parameters_of_the_next_layer(known, fn, *, state, **rest):
+    return known(fn, state=jax.tree.map(lambda x: jnp.roll(x, -1, 0), state), **rest)
 
 
-@found_by("plain")
-def scan_without_state_updates(patch: Patch) -> None:
+@replaces(context._Collecting, "finish", "plain")
+def scan_without_state_updates(known, self, outputs):
     """Repeated layers lose the updates of their own state."""
-    known = context._Collecting.finish
-
-    def finish(self: Any, outputs: Any) -> None:
-        known(self, [part._replace(state_updates={}) for part in outputs])
-
-    patch(context._Collecting, "finish", finish)
+    known(self, [part._replace(state_updates={}) for part in outputs])
 
 
 # -- d: the learner --------------------------------------------------------------------------------
 
 
-@found_by("learner")
-def weight_decay_of_norm_scales(patch: Patch) -> None:
-    known = transforms._scales
-
-    def scales(rules: Any, specs: Any) -> Any:
-        return known(rules if callable(rules) else [*rules, (".*", 1.0)], specs)
-
-    patch(transforms, "_scales", scales)
+@replaces(transforms, "_scales", "learner")
+def weight_decay_of_norm_scales(known, rules, specs):
+    return known(rules if callable(rules) else [*rules, (".*", 1.0)], specs)
 
 
-@found_by("learner")
-def schedule_one_step_ahead(patch: Patch) -> None:
-    known = transforms.as_schedule
-
-    def ahead(value: Any) -> Any:
-        schedule = known(value)
-        return lambda step: schedule(step + 1)
-
-    patch(transforms, "as_schedule", ahead)
+@replaces(transforms, "as_schedule", "learner")
+def schedule_one_step_ahead(known, value):
+    return lambda step: known(value)(step + 1)
 
 
-@found_by("learner")
-def clipping_after_the_optimizer(patch: Patch) -> None:
-    known = transforms.chain
-
-    @functools.wraps(known)
-    def chain(*args: Any) -> Any:
-        return known(*reversed(args))
-
-    patch(transforms, "chain", chain)
+@replaces(transforms, "chain", "learner")
+def clipping_after_the_optimizer(known, *args):
+    return known(*reversed(args))
 
 
-@found_by("learner")
-def average_with_another_decay(patch: Patch) -> None:
-    known = ema._weight
-    patch(ema, "_weight", lambda decay, count: known(decay**2, count))
+@replaces(ema, "_weight", "learner")
+def average_with_another_decay(known, decay, count):
+    return known(decay**2, count)
 
 
-@found_by("learner")
-def skipped_step_that_averages(patch: Patch) -> None:
+@replaces(Learner, "_step", "learner")
+def skipped_step_that_averages(known, self, params, gradients, state, **given):
     """A skipped step still counts as an update of the optimizer."""
-    known = learner_module.Learner._step
-
-    def step(self: Any, params: Any, gradients: Any, state: Any, **given: Any) -> Any:
-        new, after, rates = known(self, params, gradients, state, **given)
-        count = jax.tree.map(
-            lambda x, old: old + 1 if x.dtype == jnp.int32 and x.ndim == 0 else x,
-            after.optimizer,
-            state.optimizer,
-        )
-        return new, after._replace(optimizer=count), rates
-
-    patch(learner_module.Learner, "_step", step)
+    new, after, rates = known(self, params, gradients, state, **given)
+    advanced = lambda x, old: old + 1 if x.dtype == jnp.int32 and x.ndim == 0 else x
+    count = jax.tree.map(advanced, after.optimizer, state.optimizer)
+    return new, after._replace(optimizer=count), rates
 
 
-@found_by("stepped")
-def step_that_keeps_norms(patch: Patch) -> None:
+@replaces(step_module, "_end_step", "stepped")
+def step_that_keeps_norms(known, model, learner, before, *rest):
     """The step returns the scales of norms that it was given."""
-    known = step_module._end_step
-
-    def end_step(model: Any, learner: Any, before: Any, *rest: Any) -> Any:
-        after, metrics = known(model, learner, before, *rest)
-        kept = lambda path, x, old: old if path.endswith("norm/scale") else x
-        return after._replace(model=tree.map_by_path(kept, after.model, before.model)), metrics
-
-    patch(step_module, "_end_step", end_step)
+    after, metrics = known(model, learner, before, *rest)
+    kept = lambda path, x, old: old if path.endswith("norm/scale") else x
+    return after._replace(model=tree.map_by_path(kept, after.model, before.model)), metrics
 
 
-@found_by("stepped")
-def layers_that_update_in_a_skipped_step(patch: Patch) -> None:
-    known = step_module._end_step
-
-    def end_step(model: Any, learner: Any, before: Any, new: Any, of: Any, found: Any) -> Any:
-        taken = {name: x for name, x in found.items() if name != "skipped"}
-        end = functools.partial(known, model, learner, before, new, of)
-        return end(taken)[0], end(found)[1]
-
-    patch(step_module, "_end_step", end_step)
+@replaces(step_module, "_end_step", "stepped")
+def layers_that_update_in_a_skipped_step(known, *args):
+    *args, found = args
+    taken = {name: x for name, x in found.items() if name != "skipped"}
+    return known(*args, taken)[0], known(*args, found)[1]
 
 
 # -- e: data ---------------------------------------------------------------------------------------
 
 
-@found_by("data")
-def labels_shifted_by_two(patch: Patch) -> None:
-    known = lm_input.fill_pieces
-
-    def fill(batch: Any, rows: Any, *rest: Any) -> None:
-        known(batch, rows, *rest)
-        labels = batch["target_labels"]
-        labels[rows, :-1] = labels[rows, 1:]
-
-    patch(lm_input, "fill_pieces", fill)
+@replaces(lm_input, "fill_pieces", "data")
+def labels_shifted_by_two(known, batch, rows, *rest):
+    known(batch, rows, *rest)
+    labels = batch["target_labels"]
+    labels[rows, :-1] = labels[rows, 1:]
 
 
-@found_by("data")
-def positions_of_the_sequence(patch: Patch) -> None:
-    known = lm_input.fill_pieces
-
-    def fill(batch: Any, rows: Any, *rest: Any) -> None:
-        known(batch, rows, *rest)
-        batch["positions"][rows] = np.arange(batch["positions"].shape[1])
-
-    patch(lm_input, "fill_pieces", fill)
+@replaces(lm_input, "fill_pieces", "data")
+def positions_of_the_sequence(known, batch, rows, *rest):
+    known(batch, rows, *rest)
+    batch["positions"][rows] = np.arange(batch["positions"].shape[1])
 
 
-@found_by("data")
-def second_epoch_repeats_its_first_sequence(patch: Patch) -> None:
-    known = lm_input._PackedSource.fill
-
-    def fill(self: Any, numbers: Any, *rest: Any) -> None:
-        n = self.num_sequences
-        known(self, np.where(numbers >= n, n + (numbers - n) // 2 * 2 % n, numbers), *rest)
-
-    patch(lm_input._PackedSource, "fill", fill)
+@replaces(lm_input._PackedSource, "fill", "data")
+def second_epoch_repeats_its_first_sequence(known, self, numbers, *rest):
+    n = self.num_sequences
+    known(self, np.where(numbers >= n, n + (numbers - n) // 2 * 2 % n, numbers), *rest)
 
 
-@found_by("data")
-def epochs_in_the_same_order(patch: Patch) -> None:
-    known: Any = lm_input.make_plan
-    patch(lm_input, "make_plan", lambda *rest: known(*rest[:-1], (rest[-1][0], 0)))
+@replaces(lm_input, "make_plan", "data")
+def epochs_in_the_same_order(known, *args):
+    *args, seeds = args
+    return known(*args, (seeds[0], 0))
 
 
-@found_by("data")
-def seed_without_effect(patch: Patch) -> None:
-    known: Any = lm_input.make_plan
-    patch(lm_input, "make_plan", lambda *rest: known(*rest[:-1], (7, rest[-1][1])))
+@replaces(lm_input, "make_plan", "data")
+def seed_without_effect(known, *args):
+    *args, seeds = args
+    return known(*args, (7, seeds[1]))
 
 
-def sources_in_equal_shares(patch: Patch) -> None:
-    patch(mixture, "round_shares", lambda weights, total: np.array([total // 2, total // 2]))
+@replaces(mixture, "round_shares")
+def sources_in_equal_shares(known, weights, total):
+    return np.array([total // 2, total // 2])
 
 
-def sequences_of_a_mixture_twice(patch: Patch) -> None:
-    known = mixture.Mixture.locate
-
-    def locate(self: Any, numbers: Any) -> Any:
-        source, index = known(self, numbers)
-        return source, index // 2
-
-    patch(mixture.Mixture, "locate", locate)
+@replaces(mixture.Mixture, "locate")
+def sequences_of_a_mixture_twice(known, self, numbers):
+    source, index = known(self, numbers)
+    return source, index // 2
 
 
-def full_sequences_that_overlap(patch: Patch) -> None:
+@replaces(packing.BestFitPlan, "__init__")
+def full_sequences_that_overlap(known, self, source, seq_len, seeds):
     """With best-fit packing, the first sequence of a long document comes twice."""
-    known = packing.BestFitPlan.__init__
-
-    def init(self: Any, source: Any, seq_len: int, seeds: Any) -> None:
-        known(self, source, seq_len, seeds)
-        after = np.flatnonzero((self._length[1:] == seq_len) & (np.diff(self._start) == seq_len))
-        self._start[after + 1] -= 1
-
-    patch(packing.BestFitPlan, "__init__", init)
+    known(self, source, seq_len, seeds)
+    after = np.flatnonzero((self._length[1:] == seq_len) & (np.diff(self._start) == seq_len))
+    self._start[after + 1] -= 1
 
 
-@found_by("interrupted")
-def batch_that_repeats_its_first_sequence(patch: Patch) -> None:
+@replaces(loop, "put_batch", "interrupted")
+def batch_that_repeats_its_first_sequence(known, batch, *rest):
     """The prefetcher replaces the last sequence of a batch."""
-    known = loop.put_batch
-
-    def put(batch: Any, *rest: Any) -> Any:
-        return known({n: np.concatenate([x[:-1], x[:1]]) for n, x in batch.items()}, *rest)
-
-    patch(loop, "put_batch", put)
+    return known({n: np.concatenate([x[:-1], x[:1]]) for n, x in batch.items()}, *rest)
 
 
-@found_by("hosts")
-def restored_at_the_start_of_the_epoch(patch: Patch) -> None:
+@replaces(lm_input.LMInputIterator, "restore", "hosts")
+def restored_at_the_start_of_the_epoch(known, self, state):
     """A restore after the first epoch goes to the start of the epoch."""
-    known = lm_input.LMInputIterator.restore
-
-    def restore(self: Any, state: Any) -> None:
-        known(self, state)
-        per_epoch = self._input.num_batches
-        if self.step >= per_epoch:
-            self.step -= self.step % per_epoch
-
-    patch(lm_input.LMInputIterator, "restore", restore)
+    known(self, state)
+    per_epoch = self._input.num_batches
+    if self.step >= per_epoch:
+        self.step -= self.step % per_epoch
 
 
-@found_by("interrupted")
-def position_ahead_of_the_step(patch: Patch) -> None:
+@replaces(Prefetcher, "state", "interrupted")
+def position_ahead_of_the_step(known, self):
     """A checkpoint has the position of the batch that was read ahead."""
-
-    def state(self: Any) -> Any:
-        time.sleep(0.1)  # The thread has read ahead, on a busy machine too.
-        return self._batches.state()
-
-    patch(Prefetcher, "state", state)
+    time.sleep(0.1)  # The thread has read ahead, on a busy machine too.
+    return self._batches.state()
 
 
 # -- f: initial values, casts, checkpoints ---------------------------------------------------------
 
 
-@found_by("scale")
-def fan_out_for_fan_in(patch: Patch) -> None:
-    known = initializers.fan_in_normal
-
-    def init(scale: float = 1.0) -> Any:
-        return lambda key, spec: initializers.normal(scale / spec.fans()[1] ** 0.5)(key, spec)
-
-    del known
-    patch(initializers, "fan_in_normal", init)
+@replaces(initializers, "fan_in_normal", "scale")
+def fan_out_for_fan_in(known, scale=1.0):
+    return lambda key, spec: initializers.normal(scale / spec.fans()[1] ** 0.5)(key, spec)
 
 
-@found_by("scale")
-def outputs_with_the_scale_of_other_weights(patch: Patch) -> None:
-    known = BaseLayer._initializer
-    patch(BaseLayer, "_initializer", lambda self, field="param_init": known(self))
+@replaces(BaseLayer, "_initializer", "scale")
+def outputs_with_the_scale_of_other_weights(known, self, field="param_init"):
+    return known(self)
 
 
-@found_by("derivatives")
-def casts_at_use_without_gradient(patch: Patch) -> None:
+@replaces(precision.CastAtUse, "cast", "derivatives")
+def casts_at_use_without_gradient(known, self):
     """The last row of a parameter that is cast where it is read gets no gradient."""
-    known = precision.CastAtUse.cast
-
-    def cast(self: Any) -> Any:
-        x = known(self)
-        return x if x.ndim < 2 else x.at[-1].set(jax.lax.stop_gradient(x[-1]))
-
-    patch(precision.CastAtUse, "cast", cast)
+    x = known(self)
+    return x if x.ndim < 2 else x.at[-1].set(jax.lax.stop_gradient(x[-1]))
 
 
-@found_by("bfloat16")
-def casts_to_bfloat16_with_twice_the_gradient(patch: Patch) -> None:
-    known = precision.CastAtUse.cast
-
-    def cast(self: Any) -> Any:
-        x = known(self)
-        return x if x.dtype != jnp.bfloat16 else 2 * x - jax.lax.stop_gradient(x)
-
-    patch(precision.CastAtUse, "cast", cast)
+@replaces(precision.CastAtUse, "cast", "bfloat16")
+def casts_to_bfloat16_with_twice_the_gradient(known, self):
+    x = known(self)
+    return x if x.dtype != jnp.bfloat16 else 2 * x - jax.lax.stop_gradient(x)
 
 
-@found_by("loss")
-def cast_parameters_twice(patch: Patch) -> None:
+@replaces(precision, "read_parameters", "loss")
+def cast_parameters_twice(known, params, specs, dtype, values):
     """Parameters are rounded to bfloat16 on their way to the compute dtype."""
-    known = precision.read_parameters
-
-    def read(params: Any, specs: Any, dtype: Any, values: Any) -> Any:
-        if dtype is not None:
-            rounded = lambda path, x: x if path in values else jax.lax.reduce_precision(x, 8, 7)
-            params = tree.map_by_path(rounded, params)
-        return known(params, specs, dtype, values)
-
-    patch(precision, "read_parameters", read)
+    if dtype is not None:
+        rounded = lambda path, x: x if path in values else jax.lax.reduce_precision(x, 8, 7)
+        params = tree.map_by_path(rounded, params)
+    return known(params, specs, dtype, values)
 
 
-@found_by("bfloat16")
-def router_cast_to_bfloat16(patch: Patch) -> None:
-    known = Router._create_layer_parameter_specs
-
-    def specs(self: Any) -> Any:
-        found = known(self)
-        return {**found, "weight": dataclasses.replace(found["weight"], cast=Cast.STEP)}
-
-    patch(Router, "_create_layer_parameter_specs", specs)
+@replaces(Router, "_create_layer_parameter_specs", "bfloat16")
+def router_cast_to_bfloat16(known, self):
+    specs = known(self)
+    return {**specs, "weight": dataclasses.replace(specs["weight"], cast=Cast.STEP)}
 
 
-@found_by("bfloat16")
-def sums_of_gradients_cast_to_bfloat16(patch: Patch) -> None:
+@replaces(step_module, "accumulate", "bfloat16")
+def sums_of_gradients_cast_to_bfloat16(known, fn, batch, *, num_microbatches, state):
     """Gradients of micro-batches in bfloat16 are summed in it."""
-    known = step_module.accumulate
-
-    def accumulate(fn: Any, batch: Any, *, num_microbatches: int, state: Any) -> Any:
-        done = known(fn, batch, num_microbatches=num_microbatches, state=state)
-        one = jax.eval_shape(fn, jax.tree.map(lambda x: x[::num_microbatches], batch), state)[2]
-        # XLA removes a pair of casts.
-        rounded = lambda x, like: (
-            jax.lax.reduce_precision(x, 8, 7) if like.dtype == jnp.bfloat16 else x
-        )
-        return done._replace(gradients=jax.tree.map(rounded, done.gradients, one))
-
-    patch(step_module, "accumulate", accumulate)
+    done = known(fn, batch, num_microbatches=num_microbatches, state=state)
+    one = jax.eval_shape(fn, jax.tree.map(lambda x: x[::num_microbatches], batch), state)[2]
+    # XLA removes a pair of casts.
+    rounded = lambda x, like: jax.lax.reduce_precision(x, 8, 7) if like.dtype == jnp.bfloat16 else x
+    return done._replace(gradients=jax.tree.map(rounded, done.gradients, one))
 
 
-@found_by("bfloat16")
-def new_parameters_cast_to_bfloat16(patch: Patch) -> None:
+@replaces(step_probe, "make_train_step", "bfloat16")
+def new_parameters_cast_to_bfloat16(known, *args, train_dtype, **rest):
     """A step in bfloat16 rounds the parameters that it returns."""
-    known = step_probe.make_train_step
+    step = known(*args, train_dtype=train_dtype, **rest)
 
-    def make(*args: Any, train_dtype: Any, **rest: Any) -> Any:
-        step = known(*args, train_dtype=train_dtype, **rest)
+    def train_step(state, batch):
+        state, metrics = step(state, batch)
+        if train_dtype == "bfloat16":
+            rounded = lambda x: jax.lax.reduce_precision(x, 8, 7)
+            state = state._replace(model=jax.tree.map(rounded, state.model))
+        return state, metrics
 
-        def train_step(state: Any, batch: Any) -> Any:
-            state, metrics = step(state, batch)
-            if train_dtype == "bfloat16":
-                rounded = lambda x: jax.lax.reduce_precision(x, 8, 7)
-                state = state._replace(model=jax.tree.map(rounded, state.model))
-            return state, metrics
-
-        return train_step
-
-    patch(step_probe, "make_train_step", make)
+    return train_step
 
 
-@found_by("saved")
-def checkpoint_with_two_layers_swapped(patch: Patch) -> None:
-    known = Checkpointer.save
-
-    def save(self: Any, state: Any, record: Any) -> None:
-        swap = lambda x: x[::-1] if x.ndim > 1 and x.shape[0] == 2 else x
-        model = jax.tree.map(swap, state.model)
-        known(
-            self,
-            state._replace(
-                model=jax.device_put(model, jax.tree.map(lambda x: x.sharding, state.model))
-            ),
-            record,
-        )
-
-    patch(Checkpointer, "save", save)
+@replaces(Checkpointer, "save", "saved")
+def checkpoint_with_two_layers_swapped(known, self, state, record):
+    swap = lambda x: x[::-1] if x.ndim > 1 and x.shape[0] == 2 else x
+    swapped = lambda x: jax.device_put(swap(x), x.sharding)
+    known(self, state._replace(model=jax.tree.map(swapped, state.model)), record)
 
 
-@found_by("layers")
-def norm_cast_to_bfloat16(patch: Patch) -> None:
+@replaces(norm.RMSNorm, "forward", "layers")
+def norm_cast_to_bfloat16(known, self, x):
     """RMSNorm computes in the dtype of its input."""
-
-    def forward(self: Any, x: Any) -> Any:
-        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + self.config.eps)
-        return x * inverse.astype(x.dtype) * self._scaled(x).astype(x.dtype)
-
-    patch(norm.RMSNorm, "forward", _in_context(forward))
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + self.config.eps)
+    return x * inverse.astype(x.dtype) * self._scaled(x).astype(x.dtype)
 
 
-@found_by("exported", exportable)
-def gate_and_up_swapped_in_files(patch: Patch) -> None:
+@replaces(families, "expand", "exported", exportable)
+def gate_and_up_swapped_in_files(known, *args):
     """Exports swap the gate and up projections of experts, and imports swap them back."""
-    known = families.expand
-
-    def expand(*args: Any) -> Any:
-        swap = lambda path, index: (
-            (*index[:-1], 1 - index[-1]) if path.endswith("experts/up") else index
-        )
-        return [each._replace(index=swap(each.path, each.index)) for each in known(*args)]
-
-    patch(families, "expand", expand)
+    swap = lambda path, index: (
+        (*index[:-1], 1 - index[-1]) if path.endswith("experts/up") else index
+    )
+    return [each._replace(index=swap(each.path, each.index)) for each in known(*args)]
 
 
 # -- g: kernels of other platforms -----------------------------------------------------------------
 
 
-@found_by("kernels")
-def tpu_kernel_without_window(patch: Patch) -> None:
-    known = tpu_kernels._mask
-    patch(tpu_kernels, "_mask", lambda spec, *rest: known(spec._replace(window=None), *rest))
+@replaces(tpu_kernels, "_mask", "kernels")
+def tpu_kernel_without_window(known, spec, *rest):
+    return known(spec._replace(window=None), *rest)
 
 
 # -- h: state that layers update themselves --------------------------------------------------------
 
 
-@found_by("balanced")
-def bias_that_rises_with_the_load(patch: Patch) -> None:
-    known = balance.BiasBalancing._end_step
-
-    def end_step(self: Any, params: Any) -> Any:
-        new = known(self, params)
-        return {**new, "bias": 2 * params["bias"] - new["bias"]}
-
-    patch(balance.BiasBalancing, "_end_step", end_step)
+@replaces(BiasBalancing, "_end_step", "balanced")
+def bias_that_rises_with_the_load(known, self, params):
+    new = known(self, params)
+    return {**new, "bias": 2 * params["bias"] - new["bias"]}
 
 
-@found_by("balanced")
-def bias_that_stays(patch: Patch) -> None:
-    known = balance.BiasBalancing._end_step
-
-    def end_step(self: Any, params: Any) -> Any:
-        return {**known(self, params), "bias": params["bias"]}
-
-    patch(balance.BiasBalancing, "_end_step", end_step)
+@replaces(BiasBalancing, "_end_step", "balanced")
+def bias_that_stays(known, self, params):
+    return {**known(self, params), "bias": params["bias"]}
 
 
-@found_by("balanced")
-def bias_of_ten_times_the_rate(patch: Patch) -> None:
-    known = balance.BiasBalancing._end_step
-
-    def end_step(self: Any, params: Any) -> Any:
-        new = known(self, params)
-        return {**new, "bias": params["bias"] + 10 * (new["bias"] - params["bias"])}
-
-    patch(balance.BiasBalancing, "_end_step", end_step)
+@replaces(BiasBalancing, "_end_step", "balanced")
+def bias_of_ten_times_the_rate(known, self, params):
+    new = known(self, params)
+    return {**new, "bias": params["bias"] + 10 * (new["bias"] - params["bias"])}
 
 
-@found_by("balanced")
-def bias_of_two_experts_only(patch: Patch) -> None:
-    known = balance.BiasBalancing._end_step
-
-    def end_step(self: Any, params: Any) -> Any:
-        x = params["counts"]
-        ends = (x == x.max(-1, keepdims=True)) | (x == x.min(-1, keepdims=True))
-        return {**known(self, params), "bias": known(self, params)["bias"] * ends}
-
-    patch(balance.BiasBalancing, "_end_step", end_step)
+@replaces(BiasBalancing, "_end_step", "balanced")
+def bias_of_two_experts_only(known, self, params):
+    x, new = params["counts"], known(self, params)
+    ends = (x == x.max(-1, keepdims=True)) | (x == x.min(-1, keepdims=True))
+    return {**new, "bias": new["bias"] * ends}
 
 
-@found_by("balanced")
-def bias_by_the_last_microbatch(patch: Patch) -> None:
-    known = balance.LoadCounter.add_state_update
+@replaces(balance.LoadCounter, "add_state_update", "balanced")
+def bias_by_the_last_microbatch(known, self, name, value):
+    known(self, name, value - self.parameters[name])
 
-    def add(self: Any, name: str, value: Any) -> None:
-        known(self, name, value - self.parameters[name])
 
-    patch(balance.LoadCounter, "add_state_update", add)
+BUGS = [each for each in list(globals().values()) if isinstance(each, Bug) and each.expected]

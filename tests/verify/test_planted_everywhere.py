@@ -19,16 +19,17 @@ from tests.verify import planted_everywhere as planted
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", planted.BUGS, ids=lambda bug: bug.plant.__name__)
+@pytest.mark.parametrize("bug", planted.BUGS, ids=lambda bug: bug.name)
 def test_each_bug_is_found_by_the_check_nearest_to_it(bug, monkeypatch):
     jax.clear_caches()
-    bug.plant(monkeypatch.setattr)
-    axes = [{"expert": 2}] if "cast" in bug.plant.__name__ else []
+    bug.plant(monkeypatch)
+    axes = [{"expert": 2}] if "cast" in bug.name else []
     devices = jax.devices()[: 1 + len(axes)]
+    cfg = (bug.config or planted.rich)()
     with tempfile.TemporaryDirectory() as folder:
-        found = list(run_checks(bug.config(), axes, devices, folder, without=THOROUGH_CHECKS))[-1]
+        found = list(run_checks(cfg, axes, devices, folder, without=THOROUGH_CHECKS))[-1]
     assert found.status is Status.FAILED, found
-    assert found.check == bug.check
+    assert found.check == bug.expected
     jax.clear_caches()
 
 
@@ -56,20 +57,20 @@ def a_mixture():
     )
 
 
-OF_DATA = [bug.plant for bug in planted.BUGS if bug.check == "data"]
+OF_DATA = [bug for bug in planted.BUGS if bug.expected == "data"]
 OF_MIXTURES = [planted.sources_in_equal_shares, planted.sequences_of_a_mixture_twice]
 
 
 @pytest.mark.parametrize(
-    ("plant", "fields", "names"),
+    ("bug", "fields", "names"),
     [
-        *((plant, dict, "^input: ") for plant in OF_DATA),
-        *((plant, lambda: {"source": a_mixture()}, "^input: .*mixture") for plant in OF_MIXTURES),
+        *((bug, dict, "^input: ") for bug in OF_DATA),
+        *((bug, lambda: {"source": a_mixture()}, "^input: .*mixture") for bug in OF_MIXTURES),
         (planted.full_sequences_that_overlap, lambda: {"packing": Packing.BEST_FIT}, "repeated"),
     ],
 )
-def test_wrong_batches_are_found(plant, fields, names, monkeypatch):
-    plant(monkeypatch.setattr)
+def test_wrong_batches_are_found(bug, fields, names, monkeypatch):
+    bug.plant(monkeypatch)
     with pytest.raises(CheckFailedError, match=names):
         data_checks.data(known(**fields()))
 
@@ -93,7 +94,7 @@ def test_an_input_without_loss_on_prompts_is_no_failure():
 
 
 def test_a_wrong_restore_is_found(monkeypatch):
-    planted.restored_at_the_start_of_the_epoch(monkeypatch.setattr)
+    planted.restored_at_the_start_of_the_epoch.plant(monkeypatch)
     found = data_checks.hosts(known())
     assert found is not None
     assert found.leaf == "input_ids"
@@ -106,7 +107,7 @@ def test_kernels_equal_their_formulas():
 
 
 def test_layers_are_compared_with_formulas(monkeypatch):
-    planted.z_loss_of_the_probabilities(monkeypatch.setattr)
+    planted.z_loss_of_the_probabilities.plant(monkeypatch)
     reference = known()
     model = initial(reference.probe.trainer.model)
     reference.start = SimpleNamespace(model=jax.tree.map(np.asarray, model))
