@@ -1,7 +1,6 @@
 """The checks that conftest enables are active."""
 
 import importlib
-import pathlib
 import sys
 import warnings
 
@@ -13,7 +12,7 @@ import pytest
 from moelib import layers
 
 
-def test_shapes_in_signatures_are_checked(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+def test_shapes_in_signatures_are_checked(tmp_path, monkeypatch):
     (tmp_path / "planted.py").write_text(
         "from jaxtyping import Array, Float\n\n\n"
         'def total(probs: Float[Array, "T E"], scale: float) -> Float[Array, "T"]:\n'

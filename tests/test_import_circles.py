@@ -84,6 +84,6 @@ def test_no_two_files_or_folders_of_one_folder_import_each_other():
         ),
     ],
 )
-def test_circles_are_found(texts: dict[str, str], circles: set[str]):
+def test_circles_are_found(texts, circles):
     modules = {_module(_ROOT / "f" / f"{name}.py"): text for name, text in texts.items()}
     assert _circles(modules) == ({"moelib/f": circles} if circles else {})

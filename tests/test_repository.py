@@ -72,7 +72,7 @@ def test_versions_agree():
 
 
 @pytest.mark.parametrize("extra", [None, "dev"])
-def test_every_requirement_is_pinned_in_its_range(extra: str | None):
+def test_every_requirement_is_pinned_in_its_range(extra):
     pins = _pins()
     for requirement in _requirements(extra):
         assert requirement.name in pins, f"{requirement.name} has no line in requirements.txt"
@@ -149,7 +149,7 @@ def test_every_folder_is_a_package_and_every_name_describes_its_content():
         assert not _EMPTY_NAMES & set(path.relative_to(_ROOT).with_suffix("").parts), path
 
 
-def test_the_wheel_holds_the_library_the_named_configs_and_the_launchers(tmp_path: pathlib.Path):
+def test_the_wheel_holds_the_library_the_named_configs_and_the_launchers(tmp_path):
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(command, cwd=_ROOT, capture_output=True, check=True)
     (wheel,) = tmp_path.glob("*.whl")
@@ -191,7 +191,7 @@ def _broken_rules(root: pathlib.Path) -> set[str]:
     return {name for name, verdict in verdicts.items() if verdict == "BROKEN"}
 
 
-def test_every_import_rule_catches_what_it_forbids(tmp_path: pathlib.Path):
+def test_every_import_rule_catches_what_it_forbids(tmp_path):
     shutil.copy(_ROOT / "pyproject.toml", tmp_path)
     (tmp_path / "experiments.py").touch()
     folders = [p.parent.name for p in _MODULES if p.parent.parent == _ROOT / "moelib"]
@@ -208,7 +208,7 @@ def test_every_import_rule_catches_what_it_forbids(tmp_path: pathlib.Path):
     assert set(_rules()) == set(_PLANTED)
 
 
-def test_an_undeclared_folder_breaks_the_layers(tmp_path: pathlib.Path):
+def test_an_undeclared_folder_breaks_the_layers(tmp_path):
     shutil.copytree(_ROOT / "moelib", tmp_path / "moelib")
     shutil.copy(_ROOT / "pyproject.toml", tmp_path)
     (tmp_path / "moelib/surprise.py").touch()

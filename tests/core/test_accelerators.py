@@ -18,13 +18,13 @@ from moelib.core.accelerators import ACCELERATORS, peak_flops_per_second
         ("cpu", "float32", None),
     ],
 )
-def test_peak_rates_follow_the_longest_known_name(kind: str, dtype: str, teraflops: float | None):
+def test_peak_rates_follow_the_longest_known_name(kind, dtype, teraflops):
     expected = None if teraflops is None else pytest.approx(teraflops * 1e12)
     assert peak_flops_per_second(kind, dtype) == expected
 
 
 @pytest.mark.parametrize("name", ACCELERATORS)
-def test_every_accelerator_has_a_peak_rate(name: str):
+def test_every_accelerator_has_a_peak_rate(name):
     device = ACCELERATORS[name]
     assert device.flops_per_second == peak_flops_per_second(device.device_kind)
     assert peak_flops_per_second(device.device_kind, "float32") <= device.flops_per_second

@@ -4,7 +4,6 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -100,7 +99,7 @@ def test_a_field_is_in_a_config_by_its_name():
     ],
 )
 def test_a_value_that_a_field_cannot_hold_is_refused_and_changes_nothing(
-    field: str, value: Any, error: type[Exception], named: str
+    field, value, error, named
 ):
     cfg = Outer()
     with pytest.raises(error, match=named) as refused:
@@ -218,7 +217,7 @@ UNSET = object()
     ],
 )
 def test_a_class_with_a_field_that_cannot_be_one_is_refused(
-    base: type, field: str, annotation: Any, value: Any, error: type[Exception], named: str
+    base, field, annotation, value, error, named
 ):
     body = {"__module__": __name__, "__annotations__": {field: annotation}, field: value}
     if annotation is UNSET:
@@ -324,7 +323,7 @@ def test_a_named_config_is_found():
         get_named_trainer_config("tiny", config_module="math")
 
 
-def test_an_error_of_an_experiment_module_is_its_own(tmp_path: Path, monkeypatch: Any):
+def test_an_error_of_an_experiment_module_is_its_own(tmp_path, monkeypatch):
     (tmp_path / "experiment_with_an_error.py").write_text("import no_such_package_here\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_package_here") as error:

@@ -124,7 +124,7 @@ CHAIN = config_for_function(optax.chain).set(
         (LAYER.clone(factor=1.0, inner=CHAIN), r"inner\.args\[1\]\.learning_rate"),
     ],
 )
-def test_an_unset_field_is_named_by_its_whole_path(cfg: InstantiableConfig, path: str):
+def test_an_unset_field_is_named_by_its_whole_path(cfg, path):
     with pytest.raises(RequiredFieldMissingError, match=rf"^{path} ") as error:
         cfg.instantiate()
     assert str(copy.copy(error.value)) == str(error.value)
@@ -180,7 +180,7 @@ def test_positional_only_parameters_are_passed_by_position():
         (lambda: config_for_class(collections.deque), InvalidConfigClassError, "deque"),
     ],
 )
-def test_what_cannot_be_a_config_is_refused(make: Any, error: type[Exception], named: str):
+def test_what_cannot_be_a_config_is_refused(make, error, named):
     with pytest.raises(error, match=named):
         make()
 

@@ -135,7 +135,7 @@ def random_value(rng: random.Random, depth: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_any_config_is_read_back_from_its_text(seed: int):
+def test_any_config_is_read_back_from_its_text(seed):
     cfg = Layer.default_config().set(anything=random_value(random.Random(seed)))
     text = cfg.debug_string()
     again = config_parse.parse(text, trusted=True)
@@ -218,7 +218,7 @@ def test_comments_and_empty_lines_are_ignored():
         ("anything: no_such_module_at_all:x", r"line 2:.*'no_such_module_at_all'"),
     ],
 )
-def test_a_line_that_cannot_be_read_is_named(lines: str, message: str):
+def test_a_line_that_cannot_be_read_is_named(lines, message):
     with pytest.raises(ValueError, match=message):
         config_parse.parse(f"klass: {__name__}:Layer\n{lines}\n")
 
@@ -276,7 +276,7 @@ def config_with_flags() -> Model.Config:
         ("optimizer.steps=3", "optimizer.steps", 3),
     ],
 )
-def test_a_flag_is_read_as_its_field_asks(assignment: str, path: str, value: Any):
+def test_a_flag_is_read_as_its_field_asks(assignment, path, value):
     cfg = config_with_flags()
     config_parse.set_from_text(cfg, assignment)
     assert cfg.get_recursively(path) == value
@@ -321,7 +321,7 @@ def test_a_flag_can_put_in_another_class_or_function():
         ("layer.dtype=" + "9" * 5000, "is not a dtype"),
     ],
 )
-def test_a_flag_of_another_type_is_refused(assignment: str, message: str):
+def test_a_flag_of_another_type_is_refused(assignment, message):
     def decaying(decay=0.5):
         return decay
 
@@ -344,7 +344,7 @@ def test_a_flag_of_another_type_is_refused(assignment: str, message: str):
         ("by_name.c=3", r"by_name.*'c'"),
     ],
 )
-def test_a_flag_that_leads_nowhere_is_refused(assignment: str, message: str):
+def test_a_flag_that_leads_nowhere_is_refused(assignment, message):
     with pytest.raises(UnknownFieldError, match=message):
         config_parse.set_from_text(config_with_flags(), assignment)
 

@@ -38,7 +38,7 @@ class Holder(ConfigBase):
         ("", []),
     ],
 )
-def test_a_path_is_split_into_its_keys_and_joined_again(path: str, keys: list[Any]):
+def test_a_path_is_split_into_its_keys_and_joined_again(path, keys):
     assert split_path(path) == keys
     assert split_path(join_path(keys)) == keys
 
@@ -48,7 +48,7 @@ def test_keys_given_one_by_one_are_taken_as_they_are():
 
 
 @pytest.mark.parametrize("path", ["a[", "a]", "a.[b]", "a b", "a..b"])
-def test_a_malformed_path_is_refused(path: str):
+def test_a_malformed_path_is_refused(path):
     with pytest.raises(UnknownFieldError, match=re.escape(repr(path))):
         split_path(path)
 
@@ -84,7 +84,7 @@ def test_an_element_of_another_type_is_refused():
         ("sizes[0].x", r"sizes\[0\].*1:.*'x'"),
     ],
 )
-def test_a_path_that_leads_nowhere_is_refused(path: str, message: str):
+def test_a_path_that_leads_nowhere_is_refused(path, message):
     with pytest.raises(UnknownFieldError, match=message):
         set_at(Holder(), path, 1)
 

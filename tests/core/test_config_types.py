@@ -108,7 +108,7 @@ type Number = int | float
         (3, Speaks, True),
     ],
 )
-def test_values_fit_annotations(value: Any, annotation: Any, expected: bool):
+def test_values_fit_annotations(value, annotation, expected):
     assert fits(value, annotation) is expected
 
 
@@ -120,7 +120,7 @@ def test_values_fit_annotations(value: Any, annotation: Any, expected: bool):
         *(abs, len, int, jnp.bfloat16, jax.nn.silu, jax.nn.relu, Point, lambda x: x),
     ],
 )
-def test_plain_data_functions_and_classes_may_be_held(value: Any):
+def test_plain_data_functions_and_classes_may_be_held(value):
     refused = object()
     with pytest.raises(NonConfigFieldError, match=f"hold {re.escape(repr(refused))}"):
         validate_value([value, refused])  # Only the last element is refused.
@@ -143,7 +143,7 @@ def test_plain_data_functions_and_classes_may_be_held(value: Any):
         ),
     ],
 )
-def test_objects_may_not_be_held(value: Any):
+def test_objects_may_not_be_held(value):
     advice = "wrap it in a def" if callable(value) else "config_for_function|key"
     with pytest.raises(NonConfigFieldError, match=advice):
         validate_value(value)
@@ -163,7 +163,7 @@ def test_objects_may_not_be_held(value: Any):
         ("int4", "int4"),
     ],
 )
-def test_a_dtype_becomes_its_name(value: Any, name: str):
+def test_a_dtype_becomes_its_name(value, name):
     assert convert_value(value, DType | None) == name
 
 
@@ -178,7 +178,7 @@ def test_a_dtype_becomes_its_name(value: Any, name: str):
         ("float8_e4m3fnn", "'float8_e4m3fn'"),
     ],
 )
-def test_an_unknown_dtype_is_refused_with_the_nearest(value: Any, advice: str):
+def test_an_unknown_dtype_is_refused_with_the_nearest(value, advice):
     with pytest.raises(InvalidConfigValueError, match=rf"{value}.*{advice}"):
         convert_value(value, DType)
 
@@ -206,7 +206,7 @@ def test_scalars_of_numpy_become_plain():
         ("GPU", ["gpu", "GPU"], "did you mean 'GPU' or 'gpu'"),
     ],
 )
-def test_near_names_are_proposed_best_first_in_any_case(name: str, names: list[str], text: str):
+def test_near_names_are_proposed_best_first_in_any_case(name, names, text):
     assert re.match(text, did_you_mean(name, names))
 
 
@@ -223,20 +223,20 @@ def test_near_names_are_proposed_best_first_in_any_case(name: str, names: list[s
         (tuple[int, ...], "set (8,), for example.", None),
     ],
 )
-def test_advice_is_a_value_that_fits(annotation: Any, flag: str, code: str | None):
+def test_advice_is_a_value_that_fits(annotation, flag, code):
     assert advice(annotation, "Red") == f"; {flag}"
     assert advice(annotation) == f"; {code or flag}"
 
 
 @pytest.mark.parametrize("annotation", [Any, Holder, Callable[[int], str], list[Holder]])
-def test_types_without_an_example_have_no_advice(annotation: Any):
+def test_types_without_an_example_have_no_advice(annotation):
     assert advice(annotation) == "."
 
 
 @pytest.mark.parametrize(
     "value", [Color.RED, Point, abs, jax.nn.silu, jnp.float32, jax.lax.scan, np.exp, Pair]
 )
-def test_a_reference_names_its_object(value: Any):
+def test_a_reference_names_its_object(value):
     assert resolve_reference(reference(value)) is value
 
 
@@ -252,12 +252,12 @@ def test_private_modules_are_named_by_their_public_one():
         ("math:sqrt.x", "'x'"),
     ],
 )
-def test_a_reference_to_nothing_is_refused(text: str, message: str):
+def test_a_reference_to_nothing_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         resolve_reference(text)
 
 
-def test_an_error_inside_a_referenced_module_is_its_own(tmp_path: Any, monkeypatch: Any):
+def test_an_error_inside_a_referenced_module_is_its_own(tmp_path, monkeypatch):
     (tmp_path / "broken_module_of_a_user.py").write_text("import no_such_package_of_a_user")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_package_of_a_user"):

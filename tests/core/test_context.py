@@ -123,7 +123,7 @@ def run(do: Any, *args: Any, state: Any = STATE, key: int | None = None) -> Any:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_auxiliary_losses_and_their_gradients_are_those_of_the_loop(way: Any):
+def test_auxiliary_losses_and_their_gradients_are_those_of_the_loop(way):
     @jax.jit
     @functools.partial(jax.value_and_grad, has_aux=True)
     def objective(scales: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -175,7 +175,7 @@ def test_each_iteration_of_a_scan_draws_other_numbers():
 
 
 @pytest.mark.parametrize("wrap", [None, remat])
-def test_a_scan_given_the_keys_of_a_loop_draws_the_same_numbers(wrap: Any):
+def test_a_scan_given_the_keys_of_a_loop_draws_the_same_numbers(wrap):
     def looped(m: Any) -> list[jax.Array]:
         return [m.children[f"layer{i}"].noise() for i in range(LENGTH)]
 
@@ -210,7 +210,7 @@ def test_remat_draws_the_numbers_of_plain_calls():
 
 
 @pytest.mark.parametrize("transform", ["scan", "remat"])
-def test_no_key_that_was_made_inside_a_transformation_is_used_after_it(transform: str):
+def test_no_key_that_was_made_inside_a_transformation_is_used_after_it(transform):
     def inner(s: Any) -> jax.Array:
         if transform == "remat":
             return remat_in_context(s.layer0.noise, remat=remat, children=["layer0"])
@@ -245,7 +245,7 @@ def test_two_parts_of_one_child_may_be_repeated_one_after_the_other():
 
 
 @pytest.mark.parametrize("wrap", [None, remat])
-def test_outputs_of_a_second_call_have_names_of_their_own(wrap: Any):
+def test_outputs_of_a_second_call_have_names_of_their_own(wrap):
     def forward(m: Any, x: jax.Array) -> jax.Array:
         for _ in range(3):
             if wrap is None:
@@ -303,7 +303,7 @@ def share(do: Any, shared: type[Module] = Counter) -> Any:
 
 
 @pytest.mark.parametrize("wrap", [None, remat])
-def test_a_module_of_the_parent_sees_the_state_that_its_earlier_call_left(wrap: Any):
+def test_a_module_of_the_parent_sees_the_state_that_its_earlier_call_left(wrap):
     def twice(m: Any) -> jax.Array:
         x, shared = jnp.zeros(()), m.parent.shared
         for _ in range(2):

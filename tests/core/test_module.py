@@ -149,9 +149,7 @@ def test_an_attribute_error_inside_a_property_is_its_own():
         *((name, InvalidConfigNameError) for name in ("a.b", "a/b", "")),
     ],
 )
-def test_a_child_with_a_taken_name_or_one_that_breaks_paths_is_refused(
-    name: str, error: type[Exception]
-):
+def test_a_child_with_a_taken_name_or_one_that_breaks_paths_is_refused(name, error):
     with pytest.raises(error, match=f"'{name}'"):
         ffn()._add_child(name, linear())
 
@@ -367,7 +365,7 @@ OTHER = parent(x=linear())
         ),
     ],
 )
-def test_a_wrong_call_inside_a_module_is_refused(do: Any, error: type[Exception], named: str):
+def test_a_wrong_call_inside_a_module_is_refused(do, error, named):
     with pytest.raises(error, match=named):
         run(parent(a=linear()), do, state={"a": WEIGHTS["up"]})
 

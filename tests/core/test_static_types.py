@@ -53,7 +53,7 @@ text: str = Ffn.default_config().input_dim  # bad-assignment
 """
 
 
-def test_mistakes_in_configs_are_found_and_nothing_else(tmp_path: pathlib.Path):
+def test_mistakes_in_configs_are_found_and_nothing_else(tmp_path):
     (tmp_path / "right.py").write_text(_RIGHT)
     (tmp_path / "wrong.py").write_text(_WRONG)
     settings = f'python-interpreter-path = "{sys.executable}"\nsearch-path = ["{_ROOT}"]\n'

@@ -67,7 +67,7 @@ def test_the_first_rule_that_matches_a_whole_path_decides():
         ([(".*", 0), (".*/bias", 1)], r"decay.*'\.\*/bias' applies .* the rule '\.\*' before"),
     ],
 )
-def test_a_rule_that_decides_for_nothing_is_an_error(rules: list[tuple[str, int]], named: str):
+def test_a_rule_that_decides_for_nothing_is_an_error(rules, named):
     with pytest.raises(ValueError, match=named):
         tree.match_rules(PATHS, rules, default=None, field="decay")
 

@@ -29,9 +29,7 @@ def _save(folder: pathlib.Path, texts: list[str | None], num_files: int = 2) -> 
 
 
 @pytest.mark.parametrize("size", [1, 1 << 20])
-def test_a_saved_dataset_gives_its_rows(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, size: int
-):
+def test_a_saved_dataset_gives_its_rows(tmp_path, monkeypatch, size):
     monkeypatch.setattr(files, "_MIN_PART_BYTES", size)
     monkeypatch.setattr(files, "_MAX_PART_BYTES", size)
     source = source_for_path(_save(tmp_path / "saved", TEXTS)).instantiate()
@@ -40,7 +38,7 @@ def test_a_saved_dataset_gives_its_rows(
     assert list(source.documents()) == TEXTS[::2] + TEXTS[1::2]
 
 
-def test_a_saved_dict_of_datasets_names_its_splits(tmp_path: pathlib.Path):
+def test_a_saved_dict_of_datasets_names_its_splits(tmp_path):
     (tmp_path / "saved").mkdir()
     for split in ("train", "test"):
         _save(tmp_path / "saved" / split, TEXTS[:3], num_files=1)
@@ -51,7 +49,7 @@ def test_a_saved_dict_of_datasets_names_its_splits(tmp_path: pathlib.Path):
     assert list(source.documents()) == TEXTS[:3]
 
 
-def test_wrong_columns_values_and_files_are_named(tmp_path: pathlib.Path):
+def test_wrong_columns_values_and_files_are_named(tmp_path):
     path = _save(tmp_path / "saved", ["a", None, "c"], num_files=1)
     with pytest.raises(ValueError, match=r"'body'.*\['id', 'text'\]"):
         source_for_path(path, text_field="body").instantiate().parts()
@@ -63,7 +61,7 @@ def test_wrong_columns_values_and_files_are_named(tmp_path: pathlib.Path):
         source.parts()
 
 
-def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path: pathlib.Path):
+def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path):
     # Reading the mapped file then ended the process by the signal SIGBUS.
     path = _save(tmp_path / "saved", [f"{i} " * 10_000 for i in range(25)], num_files=1)
     documents = source_for_path(path).instantiate().documents()

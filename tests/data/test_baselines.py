@@ -1,6 +1,5 @@
 import gzip
 import math
-import pathlib
 
 import pytest
 
@@ -37,7 +36,7 @@ def test_vocabularies_must_agree_and_text_be_there():
         unigram_bits_per_byte(_tokens([[1, 2]]), _tokens([[1]]))
 
 
-def test_gzip_bits_are_those_of_gzip(tmp_path: pathlib.Path):
+def test_gzip_bits_are_those_of_gzip(tmp_path):
     texts = ["some text, and " * 20, "another Grüße " * 30]
     source = InMemorySource.default_config().set(texts=texts).instantiate()
     tokenizer = ByteTokenizer.default_config().instantiate()

@@ -1,5 +1,3 @@
-import pathlib
-
 import pytest
 
 from moelib.data import corpus_tokenizer as module
@@ -21,9 +19,7 @@ def _source(texts: list[str], documents_per_part: int = 50) -> InMemorySource:
     return cfg.set(texts=texts, documents_per_part=documents_per_part).instantiate()
 
 
-def test_a_tokenizer_is_trained_once_and_one_of_another_size_is_refused(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_tokenizer_is_trained_once_and_one_of_another_size_is_refused(tmp_path, capsys):
     path = str(tmp_path / "new" / "tokenizer.json")
     trained = corpus_tokenizer(_source(TEXTS), 270, path)
     assert "a BPE of 270 tokens" in capsys.readouterr().err
@@ -35,16 +31,14 @@ def test_a_tokenizer_is_trained_once_and_one_of_another_size_is_refused(
             corpus_tokenizer(_source(TEXTS), size, path, allow_fewer=allow_fewer, flag="--size")
 
 
-def test_a_text_with_too_few_tokens_is_told_from_another_size(tmp_path: pathlib.Path):
+def test_a_text_with_too_few_tokens_is_told_from_another_size(tmp_path):
     path = str(tmp_path / "tokenizer.json")
     for reason in ("the text has no more", "trained for another size"):
         with pytest.raises(ValueError, match=rf"--size is 2000: .*{reason}.* set --size to \d+\."):
             corpus_tokenizer(_source(["a text"]), 2000, path, flag="--size")
 
 
-def test_documents_that_are_held_out_train_no_tokenizer(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_documents_that_are_held_out_train_no_tokenizer(tmp_path, monkeypatch):
     seen: list[str] = []
     train = module.train_bpe
     monkeypatch.setattr(
@@ -57,7 +51,7 @@ def test_documents_that_are_held_out_train_no_tokenizer(
     assert 0 < len(seen) < len(TEXTS)
 
 
-def test_documents_of_a_split_are_those_that_the_store_has(tmp_path: pathlib.Path):
+def test_documents_of_a_split_are_those_that_the_store_has(tmp_path):
     texts = [f"Text {i}" if i % 7 else "" for i in range(3000)]
     splits = {"train": 0.8, "validation": 0.2}
     source = _source(texts)

@@ -1,5 +1,3 @@
-import pathlib
-
 import numpy as np
 import pytest
 
@@ -28,7 +26,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> LMInput.Config:
     )
 
 
-def test_documents_are_shown_with_their_boundaries(config: LMInput.Config):
+def test_documents_are_shown_with_their_boundaries(config):
     text = describe_batch(config.instantiate().batch(0), load_tokenizer(config))
     lines = text.splitlines()
     assert "  1: 12 tokens, positions 0 to 11: 'xxxxxxxxxxxx' > 'x'" in lines
@@ -37,7 +35,7 @@ def test_documents_are_shown_with_their_boundaries(config: LMInput.Config):
     assert sum(line.startswith("sequence ") for line in lines) == 4
 
 
-def test_ids_are_shown_without_a_tokenizer_and_long_texts_shortened(config: LMInput.Config):
+def test_ids_are_shown_without_a_tokenizer_and_long_texts_shortened(config):
     stream = config.clone(
         packing=Packing.CONCAT_AND_SPLIT, document_boundary=DocumentBoundary.CONTINUE
     )
@@ -48,9 +46,7 @@ def test_ids_are_shown_without_a_tokenizer_and_long_texts_shortened(config: LMIn
     assert " ... " in describe_batch(batch, max_chars=10)
 
 
-def test_another_tokenizer_and_a_step_after_the_end_are_refused(
-    config: LMInput.Config, tmp_path: pathlib.Path
-):
+def test_another_tokenizer_and_a_step_after_the_end_are_refused(config, tmp_path):
     batch = config.instantiate().batch(0)
     batch["input_ids"] = np.full_like(batch["input_ids"], 270)
     with pytest.raises(ValueError, match="id 270"):
@@ -59,7 +55,7 @@ def test_another_tokenizer_and_a_step_after_the_end_are_refused(
         batch_of_step(config.clone(max_batches=3).instantiate(), 4)
 
 
-def test_documents_of_one_segment_end_after_the_end_of_text(config: LMInput.Config):
+def test_documents_of_one_segment_end_after_the_end_of_text(config):
     stream = config.clone(
         packing=Packing.CONCAT_AND_SPLIT, document_boundary=DocumentBoundary.CONTINUE, seq_len=41
     )
@@ -73,7 +69,7 @@ def test_documents_of_one_segment_end_after_the_end_of_text(config: LMInput.Conf
     assert sum("<|endoftext|>' > '" in line for line in documents) == 2  # It is read and predicted.
 
 
-def test_tokens_without_a_target_and_sources_are_marked(config: LMInput.Config):
+def test_tokens_without_a_target_and_sources_are_marked(config):
     batch = config.instantiate().batch(0)
     ids = np.array([[*b"Hi there", 0, 0, 0, 0]], np.int32)
     batch = {name: array[:1].copy() for name, array in batch.items()}
@@ -85,7 +81,7 @@ def test_tokens_without_a_target_and_sources_are_marked(config: LMInput.Config):
     assert lines[1].endswith(": [['Hi']] ' ther' [['e']] > (none)")
 
 
-def test_the_batch_of_a_step_is_the_one_that_the_run_reads(config: LMInput.Config):
+def test_the_batch_of_a_step_is_the_one_that_the_run_reads(config):
     ranges = [[1, 3], [4, 6], [6, 7]]
     batches = SkippingBatches(config.instantiate().iterator(), ranges)
     for step in range(1, 6):

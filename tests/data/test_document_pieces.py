@@ -160,7 +160,7 @@ def _check(name: str, text: str, encoded: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", _TOKENIZERS)
-def test_pieces_have_the_ids_of_the_whole(name: str, encoded: list[int]):
+def test_pieces_have_the_ids_of_the_whole(name, encoded):
     assert is_local(_tokenizer(name)) == (name not in _NOT_LOCAL)
     if name in _NOT_LOCAL:
         return
@@ -183,7 +183,7 @@ _LONG_WORDS = {
 
 @pytest.mark.parametrize("text", _LONG_WORDS.values(), ids=_LONG_WORDS)
 @pytest.mark.parametrize("name", ["byte-level", "cl100k", "no pre-tokenizer", "Llama 2", "Unigram"])
-def test_long_words_have_the_ids_of_the_whole(name: str, text: str, encoded: list[int]):
+def test_long_words_have_the_ids_of_the_whole(name, text, encoded):
     _check(name, text, encoded)
     if name in ("byte-level", "cl100k", "no pre-tokenizer"):
         assert max(encoded) <= 700

@@ -1,6 +1,5 @@
 import errno
 import os
-import pathlib
 
 import pyarrow
 import pytest
@@ -17,7 +16,7 @@ def _text_files(*paths: object) -> TextFiles:
     return TextFiles.default_config().set(paths=[str(path) for path in paths]).instantiate()
 
 
-def test_a_folder_gives_its_text_files_in_order(tmp_path: pathlib.Path):
+def test_a_folder_gives_its_text_files_in_order(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "one.txt").write_bytes("ü\r\n".encode())
     (tmp_path / "a.md").write_text("second")
@@ -29,7 +28,7 @@ def test_a_folder_gives_its_text_files_in_order(tmp_path: pathlib.Path):
     ]
 
 
-def test_a_token_store_next_to_the_texts_is_no_text(tmp_path: pathlib.Path):
+def test_a_token_store_next_to_the_texts_is_no_text(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "store" / "parts").mkdir(parents=True)
     for name in (files.STORE_MARK, "b.txt", "parts/c.txt"):
@@ -37,9 +36,7 @@ def test_a_token_store_next_to_the_texts_is_no_text(tmp_path: pathlib.Path):
     assert list(_text_files(tmp_path).documents()) == ["text"]
 
 
-def test_many_small_files_are_grouped_and_large_ones_stand_alone(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_many_small_files_are_grouped_and_large_ones_stand_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_MIN_PART_BYTES", 10)
     for index, size in enumerate([4, 4, 4, 50, 1, 1]):
         (tmp_path / f"{index}.txt").write_text(str(index) * size)
@@ -48,13 +45,13 @@ def test_many_small_files_are_grouped_and_large_ones_stand_alone(
     assert parts[0].name == f"{tmp_path}/0.txt and 1 more"
 
 
-def test_a_file_that_is_not_utf8_is_named_with_its_byte(tmp_path: pathlib.Path):
+def test_a_file_that_is_not_utf8_is_named_with_its_byte(tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     with pytest.raises(ValueError, match=r"latin.txt.*UTF-8: byte 3.*0xe9"):
         list(_text_files(tmp_path).documents())
 
 
-def test_long_files_are_cut_behind_lines_and_nothing_is_lost(tmp_path: pathlib.Path):
+def test_long_files_are_cut_behind_lines_and_nothing_is_lost(tmp_path):
     text = "one\ntwo two\n" + "x" * 25 + "\nend"
     (tmp_path / "a.txt").write_text(text)
     cfg = TextFiles.default_config().set(paths=[str(tmp_path / "a.txt")], max_document_chars=10)
@@ -64,7 +61,7 @@ def test_long_files_are_cut_behind_lines_and_nothing_is_lost(tmp_path: pathlib.P
         cfg.set(max_document_chars=0).instantiate().parts()
 
 
-def test_paths_that_match_nothing_are_named(tmp_path: pathlib.Path):
+def test_paths_that_match_nothing_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="/nothing-here "):
         _text_files(tmp_path / "nothing-here").parts()
     with pytest.raises(FileNotFoundError, match=r".txt, .md, .rst"):
@@ -85,9 +82,7 @@ GONE, FAILING = "No such file", "Input/output error"
         *((each, FAILING) for each in ("txt", "jsonl.gz", "jsonl.zst")),
     ],
 )
-def test_a_file_that_can_no_longer_be_read_is_named(
-    tmp_path: pathlib.Path, ending: str, error: str
-):
+def test_a_file_that_can_no_longer_be_read_is_named(tmp_path, ending, error):
     path = tmp_path / f"text.{ending}"
     table = pyarrow.table({"text": ["a", "b"]})
     if ending == "parquet":
@@ -105,9 +100,7 @@ def test_a_file_that_can_no_longer_be_read_is_named(
         list(part.documents())
 
 
-def test_a_folder_that_cannot_be_listed_is_named(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b").mkdir()
     scandir = os.scandir
@@ -124,7 +117,7 @@ def test_a_folder_that_cannot_be_listed_is_named(
             source.parts()
 
 
-def test_fingerprint_changes_with_a_file(tmp_path: pathlib.Path):
+def test_fingerprint_changes_with_a_file(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     before = fingerprint(_text_files(tmp_path).parts())
     assert fingerprint(_text_files(tmp_path).parts()) == before
@@ -132,7 +125,7 @@ def test_fingerprint_changes_with_a_file(tmp_path: pathlib.Path):
     assert fingerprint(_text_files(tmp_path).parts()) != before
 
 
-def test_python_sources_exclude_packages_and_caches(tmp_path: pathlib.Path):
+def test_python_sources_exclude_packages_and_caches(tmp_path):
     for folder in ("site-packages", "__pycache__", "json"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "x.py").write_text(f"# {folder}")

@@ -68,9 +68,7 @@ WAYS = [
 
 @pytest.mark.parametrize(("packing", "boundary"), WAYS)
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4, 5], [2, 3, 4], [0, 2, 5], [1], [0, 5]], ids=str)
-def test_sequences_are_those_of_a_loop_over_tokens(
-    source: TokenSource, packing: Packing, boundary: DocumentBoundary, rows: list[int]
-):
+def test_sequences_are_those_of_a_loop_over_tokens(source, packing, boundary, rows):
     plan = make_plan(source, SEQ_LEN, packing, boundary, seeds=(0, 0))
     assert plan.num_rows > 2 * NUM_ROWS
     seen_full, seen_padded = False, False
@@ -109,7 +107,7 @@ def test_positions_of_consecutive_documents_restart_or_continue():
 
 
 @pytest.mark.parametrize("wrong", [1, 2])  # An input; a last target, which no row has as an input.
-def test_a_token_beyond_the_vocabulary_is_noticed_when_it_is_read(wrong: int):
+def test_a_token_beyond_the_vocabulary_is_noticed_when_it_is_read(wrong):
     cfg = InMemoryTokens.default_config().set(documents=[[1, 2, 3]], vocab_size=9)
     tokens = cfg.instantiate()
     tokens.file(0)[wrong] = 60_000

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import pathlib
 import random
 from collections.abc import Callable
 
@@ -57,7 +56,7 @@ def _check(read: Callable[[], object], case: object, name: str = "") -> None:
 
 
 @pytest.mark.parametrize("num_cases", _NUM_CASES)
-def test_meta_of_a_store(tmp_path: pathlib.Path, num_cases: int):
+def test_meta_of_a_store(tmp_path, num_cases):
     rng = random.Random(0)
     corruption.token_store(str(tmp_path))
     path = tmp_path / "store" / "meta.json"
@@ -87,7 +86,7 @@ def test_meta_of_a_store(tmp_path: pathlib.Path, num_cases: int):
 
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.zst"])
 @pytest.mark.parametrize("num_cases", _NUM_CASES)
-def test_lines_of_json(tmp_path: pathlib.Path, num_cases: int, ending: str):
+def test_lines_of_json(tmp_path, num_cases, ending):
     rng, path = random.Random(1), tmp_path / f"a.{ending}"
     lines = [json.dumps({"text": f"é🙂 {index}" * index, "id": index}) for index in range(20)]
     plain = "\n".join(lines).encode()
@@ -104,7 +103,7 @@ def test_lines_of_json(tmp_path: pathlib.Path, num_cases: int, ending: str):
 
 
 @pytest.mark.parametrize("num_cases", _NUM_CASES)
-def test_parquet_files(tmp_path: pathlib.Path, num_cases: int):
+def test_parquet_files(tmp_path, num_cases):
     rng, path = random.Random(2), tmp_path / "a.parquet"
     texts = [None if index == 7 else f"é🙂 {index}" * index for index in range(200)]
     contents = []
@@ -120,7 +119,7 @@ def test_parquet_files(tmp_path: pathlib.Path, num_cases: int):
         _check(lambda source=source: list(source.documents()), content, str(path))
 
 
-def test_half_a_surrogate_pair_in_meta_is_refused(tmp_path: pathlib.Path):
+def test_half_a_surrogate_pair_in_meta_is_refused(tmp_path):
     corruption.token_store(str(tmp_path))
     path = tmp_path / "store" / "meta.json"
     meta = json.loads(path.read_text())
@@ -130,7 +129,7 @@ def test_half_a_surrogate_pair_in_meta_is_refused(tmp_path: pathlib.Path):
 
 
 @pytest.mark.parametrize("num_cases", _NUM_CASES)
-def test_splits(num_cases: int):
+def test_splits(num_cases):
     rng = random.Random(3)
     parts = ["train", "=", ",", "0.5", "1", "nan", "inf", "-", "1e999", "validation", " "]
     parts += ["9" * 5000, "é", "\n", "_"]
@@ -150,6 +149,6 @@ def test_splits(num_cases: int):
 @pytest.mark.parametrize(
     "text", ["train=nan", "train=0.5,train=0.5", "=1", " =1", "train=1,", "train=-1,b=2"]
 )
-def test_wrong_splits_are_refused(text: str):
+def test_wrong_splits_are_refused(text):
     with pytest.raises(UserError, match="splits"):
         check_splits(read_splits(text))

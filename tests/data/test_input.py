@@ -24,7 +24,7 @@ def test_hosts_that_do_not_divide_the_batch_are_refused():
 
 
 @pytest.mark.parametrize("field", ["seq_len", "global_batch_size"])
-def test_sizes_must_be_positive(field: str):
+def test_sizes_must_be_positive(field):
     cfg = SyntheticInput.default_config().set(vocab_size=8, seq_len=4, global_batch_size=4)
     with pytest.raises(ValueError, match=f"{field}=0"):
         cfg.set(**{field: 0}).instantiate()

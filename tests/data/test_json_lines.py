@@ -1,10 +1,8 @@
 import gzip
 import json
 import os
-import pathlib
 import random
 import tracemalloc
-from collections.abc import Callable
 
 import pyarrow
 import pytest
@@ -41,17 +39,13 @@ def _lines(texts: list[str]) -> bytes:
         (".json.zst", lambda data: _zstd(data[:20]) + _zstd(data[20:])),
     ],
 )
-def test_every_packing_gives_the_same_documents(
-    tmp_path: pathlib.Path, ending: str, pack: Callable[[bytes], bytes]
-):
+def test_every_packing_gives_the_same_documents(tmp_path, ending, pack):
     (tmp_path / f"a{ending}").write_bytes(pack(_lines(TEXTS)))
     assert list(_json_lines(tmp_path).documents()) == TEXTS
 
 
 @pytest.mark.parametrize("size", [1, 7, 40, 64])
-def test_ranges_of_bytes_give_every_line_once(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, size: int
-):
+def test_ranges_of_bytes_give_every_line_once(tmp_path, monkeypatch, size):
     monkeypatch.setattr(files, "_MIN_PART_BYTES", size)
     monkeypatch.setattr(files, "_MAX_PART_BYTES", size)
     (tmp_path / "a.jsonl").write_bytes(_lines(TEXTS).rstrip(b"\n"))
@@ -73,9 +67,7 @@ def test_ranges_of_bytes_give_every_line_once(
     ],
 )
 @pytest.mark.parametrize("size", [16, 1 << 20])
-def test_a_broken_line_is_named_or_counted(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, line: bytes, reason: str, size: int
-):
+def test_a_broken_line_is_named_or_counted(tmp_path, monkeypatch, line, reason, size):
     monkeypatch.setattr(files, "_MIN_PART_BYTES", size)
     monkeypatch.setattr(files, "_MAX_PART_BYTES", size)
     (tmp_path / "a.jsonl").write_bytes(_lines(["good"]) + b"\n" + line + b"\n" + _lines(["end"]))
@@ -88,9 +80,7 @@ def test_a_broken_line_is_named_or_counted(
 
 
 @pytest.mark.parametrize(("ending", "pack"), [(".gz", gzip.compress), (".zst", _zstd)])
-def test_a_truncated_archive_is_named(
-    tmp_path: pathlib.Path, ending: str, pack: Callable[[bytes], bytes]
-):
+def test_a_truncated_archive_is_named(tmp_path, ending, pack):
     path = tmp_path / f"a.jsonl{ending}"
     path.write_bytes(b"no archive")
     with pytest.raises(ValueError, match=rf"a\.jsonl{ending}"):
@@ -100,12 +90,12 @@ def test_a_truncated_archive_is_named(
         list(_json_lines(path).documents())
 
 
-def test_another_field_can_hold_the_text(tmp_path: pathlib.Path):
+def test_another_field_can_hold_the_text(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"content": "here"}\n')
     assert list(_json_lines(tmp_path, text_field="content").documents()) == ["here"]
 
 
-def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path: pathlib.Path):
+def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "' + "x" * 10_000 + '"}\n' + '{"text": "y"}\n' * 10_000)
     (part,) = JsonLines.default_config().set(paths=[str(path)]).instantiate().parts()
@@ -116,7 +106,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path: pathlib.Path):
         list(documents)
 
 
-def test_a_line_is_freed_before_its_text_is_used(tmp_path: pathlib.Path):
+def test_a_line_is_freed_before_its_text_is_used(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": "x" * 10_000_000}) + "\n")
     (*_, part) = JsonLines.default_config().set(paths=[str(path)]).instantiate().parts()[:1]
@@ -141,7 +131,7 @@ def _long_and_whole(line: bytes, monkeypatch: pytest.MonkeyPatch) -> list[object
     return found
 
 
-def test_long_lines_are_read_like_short_ones(monkeypatch: pytest.MonkeyPatch):
+def test_long_lines_are_read_like_short_ones(monkeypatch):
     rng = random.Random(0)
     pieces = ["a" * 70, "é", "🙂", "한", '\\"', "\\", "\n", "\u0000", "\ufdd00", "\x7f", "["]
     pieces.append("\ud83d")

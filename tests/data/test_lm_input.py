@@ -1,5 +1,4 @@
 import json
-import pathlib
 import threading
 from collections import Counter
 from typing import Any
@@ -51,7 +50,7 @@ def _all_pairs(documents: list[list[int]]) -> Counter[tuple[int, int]]:
 
 @pytest.mark.parametrize("packing", list(Packing))
 @pytest.mark.parametrize("seq_len", [5, 16, 64])
-def test_an_evaluation_has_every_target_once(packing: Packing, seq_len: int):
+def test_an_evaluation_has_every_target_once(packing, seq_len):
     cfg = _config(packing=packing, seq_len=seq_len, mode=InputMode.EVALUATE, seed=3)
     lm_input = cfg.instantiate()
     batches = list(lm_input.iterator())
@@ -61,7 +60,7 @@ def test_an_evaluation_has_every_target_once(packing: Packing, seq_len: int):
 
 
 @pytest.mark.parametrize("packing", list(Packing))
-def test_training_repeats_every_target_once_an_epoch_in_another_order(packing: Packing):
+def test_training_repeats_every_target_once_an_epoch_in_another_order(packing):
     lm_input = _config(packing=packing, global_batch_size=1).instantiate()
     rows = lm_input.sequences_per_epoch
     epochs = [[lm_input.batch(e * rows + i) for i in range(rows)] for e in range(3)]
@@ -78,7 +77,7 @@ def test_arrays_have_the_stated_shapes():
 
 
 @pytest.mark.parametrize("packing", list(Packing))
-def test_segments_and_positions_restart_with_each_document(packing: Packing):
+def test_segments_and_positions_restart_with_each_document(packing):
     lm_input = _config(packing=packing, mode=InputMode.EVALUATE).instantiate()
     where = {token: (d, i) for d, ids in enumerate(_documents()) for i, token in enumerate(ids)}
     for batch in lm_input.iterator():
@@ -119,7 +118,7 @@ def test_a_stream_has_one_segment_and_predicts_across_documents():
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2, 4])
-def test_any_number_of_hosts_has_the_same_global_batch(num_hosts: int):
+def test_any_number_of_hosts_has_the_same_global_batch(num_hosts):
     for cfg in (_config(), _mixed()):
         lm_input = cfg.instantiate()
         for step in (0, 7, 100):
@@ -173,7 +172,7 @@ def test_a_mixtures_epoch_reads_every_source():
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2])
-def test_a_restored_iterator_continues_as_an_unbroken_one(num_hosts: int):
+def test_a_restored_iterator_continues_as_an_unbroken_one(num_hosts):
     lm_input = _mixed().instantiate()
     unbroken = lm_input.iterator()
     for _ in range(5):
@@ -201,7 +200,7 @@ def test_the_position_of_another_input_is_refused_with_the_changes():
         _config().instantiate().iterator().restore({"elsewhere": 1})
 
 
-def test_bytes_of_targets_are_those_of_the_text(tmp_path: pathlib.Path):
+def test_bytes_of_targets_are_those_of_the_text(tmp_path):
     texts = ["Grüße", "x", "a longer text \U0001f642 that goes over rows"]
     source = InMemorySource.default_config().set(texts=texts).instantiate()
     prepare(source, ByteTokenizer.default_config().instantiate(), str(tmp_path / "store"))
@@ -226,7 +225,7 @@ def test_bytes_of_targets_are_those_of_the_text(tmp_path: pathlib.Path):
         ({"vocab_size": 512}, "999.*vocab_size.*1000"),
     ],
 )
-def test_data_that_do_not_fit_the_settings_are_refused(fields: dict[str, Any], message: str):
+def test_data_that_do_not_fit_the_settings_are_refused(fields, message):
     config = _mixed if fields.pop("mixed", False) else _config
     with pytest.raises(ValueError, match=message):
         config(**fields).instantiate()
@@ -239,7 +238,7 @@ def test_data_that_just_fit_the_settings_are_taken():
     _config(vocab_size=1000).instantiate()
 
 
-def test_an_epoch_is_planned_ahead_in_a_thread(monkeypatch: pytest.MonkeyPatch):
+def test_an_epoch_is_planned_ahead_in_a_thread(monkeypatch):
     threads = []
 
     def plan(*args: Any) -> EpochPlan:
@@ -263,7 +262,7 @@ def test_an_evaluation_can_be_cut_short():
 
 
 @pytest.mark.parametrize("max_batches", [0, 2, 300])  # Of fewer than 20 an epoch.
-def test_batches_of_training_end_after_max_batches(max_batches: int):
+def test_batches_of_training_end_after_max_batches(max_batches):
     for cfg in (_config(max_batches=max_batches), _mixed(max_batches=max_batches)):
         lm_input = cfg.instantiate()
         batches = list(lm_input.iterator())

@@ -1,5 +1,3 @@
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -18,9 +16,7 @@ def _mixture(weights: dict[str, float], names: str = "", vocab_sizes: int | list
 
 
 @pytest.mark.parametrize("weights", [[1], [7, 3], [1, 1, 1], [50, 30, 15, 4, 1], [0.9999, 0.0001]])
-def test_every_prefix_of_the_sequences_has_each_source_in_its_share_to_within_one(
-    weights: list[float],
-):
+def test_every_prefix_of_the_sequences_has_each_source_in_its_share_to_within_one(weights):
     counts = round_shares(np.array(weights, np.float64), PERIOD)
     pattern = spread_pattern(counts)
     used = np.cumsum(pattern[:, None] == np.arange(len(weights)), axis=0)
@@ -54,8 +50,6 @@ def test_sequences_of_a_source_are_numbered_without_gaps():
         (1.0, {"vocab_sizes": [10, 11]}, r"11.*10\)"),
     ],
 )
-def test_sources_that_cannot_be_mixed_are_refused(
-    weight: float, arguments: dict[str, Any], message: str
-):
+def test_sources_that_cannot_be_mixed_are_refused(weight, arguments, message):
     with pytest.raises(ValueError, match=message):
         _mixture({"a": 1.0, "b": weight}, **arguments)

@@ -37,7 +37,7 @@ def _pairs(source: TokenSource, seq_len: int, packing: Packing, boundary: Docume
 
 @pytest.mark.parametrize("packing", list(Packing))
 @pytest.mark.parametrize("seq_len", [1, 7, 8, 64, 1000])
-def test_every_pair_inside_a_document_is_in_an_epoch_once(packing: Packing, seq_len: int):
+def test_every_pair_inside_a_document_is_in_an_epoch_once(packing, seq_len):
     source = _source(LENGTHS)
     pairs, per_row = _pairs(source, seq_len, packing, RESET)
     expected = [
@@ -53,7 +53,7 @@ def test_every_pair_inside_a_document_is_in_an_epoch_once(packing: Packing, seq_
 
 
 @pytest.mark.parametrize("seq_len", [1, 7, 64])
-def test_a_stream_has_every_token_but_the_first_as_a_target_once(seq_len: int):
+def test_a_stream_has_every_token_but_the_first_as_a_target_once(seq_len):
     source = _source(LENGTHS)
     pairs, per_row = _pairs(source, seq_len, Packing.CONCAT_AND_SPLIT, CONTINUE)
     total = source.num_tokens
@@ -76,7 +76,7 @@ def test_sequences_requested_in_any_order_are_the_same():
 
 
 @pytest.mark.parametrize("packing", list(Packing))
-def test_order_depends_on_seed_and_epoch_only(packing: Packing):
+def test_order_depends_on_seed_and_epoch_only(packing):
     source = _source(LENGTHS)
     rows = np.arange(make_plan(source, 16, packing, RESET, (0, 0)).num_rows)
     starts = [
@@ -106,7 +106,7 @@ def _slow_best_fit(lengths: list[int], capacity: int) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_best_fit_equals_the_textbook_algorithm(seed: int):
+def test_best_fit_equals_the_textbook_algorithm(seed):
     rng = np.random.default_rng(seed)
     lengths = -np.sort(-rng.integers(1, 65, 500))
     bins = best_fit(lengths, 64)
@@ -123,8 +123,6 @@ def test_best_fit_equals_the_textbook_algorithm(seed: int):
         ([3], Packing.BEST_FIT, CONTINUE, "packing=BEST_FIT"),  # It forms no stream.
     ],
 )
-def test_documents_that_make_no_sequences_are_refused(
-    lengths: list[int], packing: Packing, boundary: DocumentBoundary, message: str
-):
+def test_documents_that_make_no_sequences_are_refused(lengths, packing, boundary, message):
     with pytest.raises(ValueError, match=message):
         make_plan(_source(lengths), 8, packing, boundary, (0, 0))

@@ -1,5 +1,3 @@
-import pathlib
-
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -13,9 +11,7 @@ def _source(path: object, **fields: str) -> Parquet:
     return Parquet.default_config().set(paths=[str(path)], **fields).instantiate()
 
 
-def test_row_groups_are_parts_and_rows_are_documents(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_row_groups_are_parts_and_rows_are_documents(tmp_path, monkeypatch):
     texts = [f"row {i}" for i in range(10)]
     table = pyarrow.table({"text": texts, "id": list(range(10))})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=3)
@@ -37,9 +33,7 @@ _BYTES = pyarrow.array([b"a", b"b", b"\xff", b"d"])
         (pyarrow.Array.from_buffers(pyarrow.string(), 4, _BYTES.buffers()), "UnicodeDecodeError"),
     ],
 )
-def test_a_value_without_text_is_named_or_counted(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, column: pyarrow.Array, reason: str
-):
+def test_a_value_without_text_is_named_or_counted(tmp_path, monkeypatch, column, reason):
     monkeypatch.setattr(files, "_MIN_PART_BYTES", 1)
     monkeypatch.setattr(files, "_MAX_PART_BYTES", 1)
     parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet", row_group_size=2)
@@ -51,7 +45,7 @@ def test_a_value_without_text_is_named_or_counted(
 
 
 @pytest.mark.parametrize(("num_files", "with_group"), [(1, False), (3, True)])
-def test_files_without_rows_are_named(tmp_path: pathlib.Path, num_files: int, with_group: bool):
+def test_files_without_rows_are_named(tmp_path, num_files, with_group):
     empty = pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
     for number in range(num_files):
         path = tmp_path / f"{number}.parquet"
@@ -65,7 +59,7 @@ def test_files_without_rows_are_named(tmp_path: pathlib.Path, num_files: int, wi
     assert list(_source(tmp_path).documents()) == ["a"]
 
 
-def test_a_missing_column_and_another_kind_of_file_are_named(tmp_path: pathlib.Path):
+def test_a_missing_column_and_another_kind_of_file_are_named(tmp_path):
     parquet.write_table(pyarrow.table({"body": ["a"]}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=r"'text'.*\['body'\]"):
         _source(tmp_path).parts()

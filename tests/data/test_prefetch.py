@@ -118,9 +118,7 @@ def _caused(cause: Exception) -> Exception:
 @pytest.mark.parametrize(
     "error", [OSError(errno.EIO, "gone"), _caused(OSError(errno.ESTALE, "x")), TimeoutError("late")]
 )
-def test_a_batch_is_read_again_after_a_transient_error(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_a_batch_is_read_again_after_a_transient_error(error, monkeypatch, caplog):
     monkeypatch.setattr(threading.Event, "wait", lambda self, seconds=None: pauses.append(seconds))
     pauses: list[float] = []
     batches = Prefetcher(_Flaky(error), _same, num_batches=0)
@@ -132,9 +130,7 @@ def test_a_batch_is_read_again_after_a_transient_error(
 @pytest.mark.parametrize(
     ("error", "num_retries"), [(FileNotFoundError(2, "no file"), 5), (OSError(errno.EIO, "x"), 0)]
 )
-def test_other_errors_are_raised_and_name_input_and_position(
-    error: Exception, num_retries: int, caplog: pytest.LogCaptureFixture
-):
+def test_other_errors_are_raised_and_name_input_and_position(error, num_retries, caplog):
     batches = Prefetcher(_Flaky(error), _same, num_batches=0, num_retries=num_retries)
     next(batches)
     with pytest.raises(type(error)):
@@ -142,7 +138,7 @@ def test_other_errors_are_raised_and_name_input_and_position(
     assert "NO BATCH of _Flaky, after step 1" in caplog.text
 
 
-def test_a_lasting_error_ends_the_retries(monkeypatch: pytest.MonkeyPatch):
+def test_a_lasting_error_ends_the_retries(monkeypatch):
     class Lasting(_Flaky):
         def restore(self, state: State) -> None:
             raise OSError(errno.ETIMEDOUT, "still away")
@@ -156,9 +152,7 @@ def test_a_lasting_error_ends_the_retries(monkeypatch: pytest.MonkeyPatch):
     assert pauses == [1, 2, 4]
 
 
-def test_a_stalled_read_is_reported_with_the_calls_of_its_thread(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_a_stalled_read_is_reported_with_the_calls_of_its_thread(monkeypatch, caplog):
     monkeypatch.setattr(prefetch, "_REPORT_SECONDS", 0.05)
     go_on = threading.Event()
 
@@ -227,7 +221,7 @@ class _OneOfSeveral:
         return {device: (rows,) for device, rows in enumerate(self._rows)}
 
 
-def test_a_process_with_some_devices_gets_their_share(monkeypatch: pytest.MonkeyPatch):
+def test_a_process_with_some_devices_gets_their_share(monkeypatch):
     monkeypatch.setattr("moelib.data.prefetch.row_sharding", lambda sharding, ndim: sharding)
     both = _OneOfSeveral(slice(4, 6), slice(6, 8), slice(4, 6))  # Two devices share rows.
     assert host_rows(both, 8) == HostRows(1, 2)  # type: ignore[arg-type]

@@ -45,7 +45,7 @@ def _contents(store: TokenStore) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def test_any_number_of_processes_makes_the_same_store(tmp_path: pathlib.Path):
+def test_any_number_of_processes_makes_the_same_store(tmp_path):
     one, two = (_prepare(_source(TEXTS), tmp_path / str(n), num_processes=n) for n in (1, 2))
     assert _contents(one) == _contents(two)
     assert len(one.meta.file_tokens) == 4
@@ -55,7 +55,7 @@ def test_any_number_of_processes_makes_the_same_store(tmp_path: pathlib.Path):
         _prepare(_source(TEXTS), tmp_path / "store", num_processes=0)
 
 
-def test_errors_of_worker_processes_arrive(tmp_path: pathlib.Path):
+def test_errors_of_worker_processes_arrive(tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{name}"}}\n{name}\n')
     source = JsonLines.default_config().set(paths=[str(tmp_path)]).instantiate()
@@ -84,13 +84,13 @@ class _DeadlySource(Source):
         return [_DeadlyPart("a"), _DeadlyPart("b")]
 
 
-def test_a_worker_that_dies_is_noticed(tmp_path: pathlib.Path):
+def test_a_worker_that_dies_is_noticed(tmp_path):
     source = _DeadlySource.default_config().instantiate()
     with pytest.raises(UserError, match="num_processes below 2"):
         _prepare(source, tmp_path / "store", num_processes=2)
 
 
-def test_empty_documents_and_bad_records_are_counted(tmp_path: pathlib.Path):
+def test_empty_documents_and_bad_records_are_counted(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\nbad\n{"text": ""}\n')
     source = JsonLines.default_config().set(paths=[str(tmp_path)]).instantiate()
     store = _prepare(source, tmp_path / "store", skip_bad_records=True)
@@ -121,14 +121,7 @@ def _lossy(folder: pathlib.Path, unknown: str | None, normalizer: Any = None) ->
     ],
 )
 def test_a_tokenizer_that_loses_text_is_refused_unless_accepted(
-    tmp_path: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    unknown: str | None,
-    normalizer: Any,
-    text: str,
-    lost: int,
-    piece_bytes: int,
+    tmp_path, monkeypatch, caplog, unknown, normalizer, text, lost, piece_bytes
 ):
     monkeypatch.setattr(prepare_part, "PIECE_BYTES", piece_bytes)
     tokenizer, out = _lossy(tmp_path, unknown, normalizer), str(tmp_path / "store")
@@ -141,7 +134,7 @@ def test_a_tokenizer_that_loses_text_is_refused_unless_accepted(
     assert caplog.text.count(f"loses {lost} of") == 2
 
 
-def test_a_source_without_text_is_refused(tmp_path: pathlib.Path):
+def test_a_source_without_text_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": ""}\nbad\n')
     source = JsonLines.default_config().set(paths=[str(tmp_path)]).instantiate()
     with pytest.raises(ValueError, match=r"1 empty.*1 bad.*a.json"):
@@ -171,9 +164,7 @@ def _killed(path: object, step: str = "tokenize_part", count: int = 2, **options
             _prepare(source, path, **options)
 
 
-def test_a_killed_run_resumes_from_its_finished_parts(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_killed_run_resumes_from_its_finished_parts(tmp_path, monkeypatch, capsys):
     whole, path = _prepare(_source(TEXTS), tmp_path / "whole"), tmp_path / "store"
     _killed(path)
     # A part that was cut off while being written counts as unfinished.
@@ -186,9 +177,7 @@ def test_a_killed_run_resumes_from_its_finished_parts(
     assert _contents(store) == _contents(whole)
 
 
-def test_a_finished_part_that_is_damaged_is_tokenized_again(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_finished_part_that_is_damaged_is_tokenized_again(tmp_path, monkeypatch):
     whole = _prepare(_source(TEXTS), tmp_path / "whole")
     path = str(tmp_path / "store")
     with monkeypatch.context() as patch:
@@ -206,9 +195,7 @@ def test_a_finished_part_that_is_damaged_is_tokenized_again(
 
 
 @pytest.mark.parametrize("change", ["source", "tokenizer"])
-def test_an_unfinished_run_of_something_else_starts_over(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], change: str
-):
+def test_an_unfinished_run_of_something_else_starts_over(tmp_path, capsys, change):
     path = str(tmp_path / "store")
     _killed(path)
     source, tokenizer = _source(TEXTS[1:] if change == "source" else TEXTS), BYTES
@@ -222,9 +209,7 @@ def test_an_unfinished_run_of_something_else_starts_over(
     assert store.num_documents == len(source.config.texts)
 
 
-def test_a_finished_store_is_found_again_and_never_replaced(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_finished_store_is_found_again_and_never_replaced(tmp_path, capsys):
     path = tmp_path / "store"
     _prepare(_source(TEXTS), path)
     assert "40 documents" in capsys.readouterr().err
@@ -239,7 +224,7 @@ def test_a_finished_store_is_found_again_and_never_replaced(
         _prepare(_source(TEXTS), tmp_path / "mine")
 
 
-def test_a_partial_folder_of_something_else_is_kept(tmp_path: pathlib.Path):
+def test_a_partial_folder_of_something_else_is_kept(tmp_path):
     mine = tmp_path / "store.partial" / "mine.txt"
     mine.parent.mkdir()
     mine.write_text("years of work")
@@ -250,7 +235,7 @@ def test_a_partial_folder_of_something_else_is_kept(tmp_path: pathlib.Path):
     _prepare(_source(TEXTS), tmp_path / "store").verify()
 
 
-def test_two_at_a_time_are_refused(tmp_path: pathlib.Path):
+def test_two_at_a_time_are_refused(tmp_path):
     path = str(tmp_path / "store")
     with (
         directory_lock(f"{path}.partial", setting="output_dir"),
@@ -261,9 +246,7 @@ def test_two_at_a_time_are_refused(tmp_path: pathlib.Path):
     assert not (tmp_path / "store/.lock").exists()
 
 
-def test_a_run_that_was_killed_while_beginning_resumes(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_that_was_killed_while_beginning_resumes(tmp_path, monkeypatch):
     def killed(path: str) -> str:
         raise KeyboardInterrupt
 
@@ -282,9 +265,7 @@ def _broken_source(folder: pathlib.Path) -> JsonLines:
     return JsonLines.default_config().set(paths=[str(folder)]).instantiate()
 
 
-def test_skipping_bad_records_keeps_the_parts_that_were_finished_without(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-):
+def test_skipping_bad_records_keeps_the_parts_that_were_finished_without(tmp_path, capsys):
     source, path = _broken_source(tmp_path), str(tmp_path / "store")
     with pytest.raises(BadRecordError, match=r"b\.jsonl:2:.*JSON"):
         _prepare(source, path)
@@ -295,9 +276,7 @@ def test_skipping_bad_records_keeps_the_parts_that_were_finished_without(
     assert _contents(store) == _contents(whole)
 
 
-def test_parts_and_stores_without_their_bad_records_are_used_only_where_they_are_skipped(
-    tmp_path: pathlib.Path,
-):
+def test_parts_and_stores_without_their_bad_records_are_used_only_where_they_are_skipped(tmp_path):
     source, path = _broken_source(tmp_path), tmp_path / "store"
     _killed(path, "_finish", 0, source=source, skip_bad_records=True)
     with pytest.raises(BadRecordError, match=r"b\.jsonl:2:.*JSON.*--skip_bad_lines"):
@@ -307,16 +286,14 @@ def test_parts_and_stores_without_their_bad_records_are_used_only_where_they_are
         _prepare(source, path)
 
 
-def test_too_small_a_disk_is_noticed_before_the_work(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_too_small_a_disk_is_noticed_before_the_work(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(OSError, match=r"\d+\.\d kB and 1\.0 kB .*/store"):
         _prepare(_source(TEXTS), tmp_path / "store")
 
 
-def test_a_full_disk_keeps_finished_parts(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_keeps_finished_parts(tmp_path, monkeypatch):
     path = str(tmp_path / "store")
     finished: list[str] = []
 
@@ -342,9 +319,7 @@ def _write_corpus(folder: pathlib.Path, last: str = "end") -> JsonLines:
     return JsonLines.default_config().set(paths=[str(folder)]).instantiate()
 
 
-def test_a_copied_corpus_is_known_by_its_text(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_copied_corpus_is_known_by_its_text(tmp_path, capsys):
     path = str(tmp_path / "store")
     _prepare(_write_corpus(tmp_path / "here"), path)
     copy = _write_corpus(tmp_path / "there")
@@ -358,11 +333,7 @@ def test_a_copied_corpus_is_known_by_its_text(
         _prepare(_write_corpus(tmp_path / "there", last="longer"), path)
 
 
-def test_pythons_own_library_may_be_upgraded(
-    tmp_path: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_pythons_own_library_may_be_upgraded(tmp_path, monkeypatch, capsys):
     library, path = tmp_path / "library", str(tmp_path / "store")
     library.mkdir()
     (library / "a.py").write_text("old = 1\n")

@@ -59,7 +59,7 @@ def _broken_part(folder: pathlib.Path) -> Part:
     return part
 
 
-def test_a_part_leaves_its_tokens_lengths_and_bytes(folder: str, tokenizer: Tokenizer):
+def test_a_part_leaves_its_tokens_lengths_and_bytes(folder, tokenizer):
     tokenize_part(folder, 3, TextsPart(TEXTS), tokenizer, OPTIONS)
     end = tokenizer.eos_id
     names = ("tokens-00003.bin", "parts/00003.lengths.npy", "parts/00003.num_bytes.npy")
@@ -84,7 +84,7 @@ def test_a_part_leaves_its_tokens_lengths_and_bytes(folder: str, tokenizer: Toke
     )
 
 
-def test_documents_can_go_without_an_end_and_a_part_without_text(folder: str, tokenizer: Tokenizer):
+def test_documents_can_go_without_an_end_and_a_part_without_text(folder, tokenizer):
     options = dataclasses.replace(OPTIONS, append_eos=False)
     tokenize_part(folder, 0, TextsPart(("ab", "c")), tokenizer, options)
     assert _tokens(folder, 0) == [97, 98, 99]
@@ -94,9 +94,7 @@ def test_documents_can_go_without_an_end_and_a_part_without_text(folder: str, to
     assert (result.num_documents, result.num_empty) == (0, 1)
 
 
-def test_ids_of_a_large_vocabulary_have_four_bytes(
-    folder: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-):
+def test_ids_of_a_large_vocabulary_have_four_bytes(folder, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "vocab_size", (1 << 16) + 1)
     monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: [[1 << 16] for _ in texts])
     tokenize_part(folder, 0, TextsPart(("a",)), tokenizer, OPTIONS)
@@ -104,9 +102,7 @@ def test_ids_of_a_large_vocabulary_have_four_bytes(
 
 
 @pytest.mark.parametrize(("characters", "most"), [(1, 1), (3, 2)])
-def test_text_is_tokenized_a_little_at_a_time(
-    folder: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, characters: int, most: int
-):
+def test_text_is_tokenized_a_little_at_a_time(folder, tokenizer, monkeypatch, characters, most):
     whole = tokenize_part(folder, 0, TextsPart(TEXTS * 5), tokenizer, OPTIONS)
     sizes: list[int] = []
     encode = tokenizer.encode_batch
@@ -120,9 +116,7 @@ def test_text_is_tokenized_a_little_at_a_time(
     assert max(sizes) == most
 
 
-def test_bad_records_are_an_error_with_a_cure_or_are_counted(
-    tmp_path: pathlib.Path, folder: str, tokenizer: Tokenizer
-):
+def test_bad_records_are_an_error_with_a_cure_or_are_counted(tmp_path, folder, tokenizer):
     part = _broken_part(tmp_path)
     cure = r"a\.jsonl:2:.*JSON.*skip_bad_records"
     with pytest.raises(BadRecordError, match=cure):
@@ -139,9 +133,7 @@ def test_bad_records_are_an_error_with_a_cure_or_are_counted(
 
 
 @pytest.mark.parametrize("text", ["{", '{"num_token": 13}', '{"num_tokens": 13, "digest": "0"}'])
-def test_a_damaged_result_is_that_of_an_unfinished_part(
-    folder: str, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, text: str
-):
+def test_a_damaged_result_is_that_of_an_unfinished_part(folder, tokenizer, caplog, text):
     assert read_result(folder, 0) is None
     result = tokenize_part(folder, 0, TextsPart(TEXTS), tokenizer, OPTIONS)
     assert read_result(folder, 0) == result
@@ -151,9 +143,7 @@ def test_a_damaged_result_is_that_of_an_unfinished_part(
     assert "00000.json" in caplog.text
 
 
-def test_a_tokenizer_with_ids_beyond_its_vocabulary_is_refused(
-    folder: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_tokenizer_with_ids_beyond_its_vocabulary_is_refused(folder, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: [[1, 300] for _ in texts])
     with pytest.raises(ValueError, match=r"id 300 \(token 1\)"):
         tokenize_part(folder, 0, TextsPart(TEXTS), tokenizer, OPTIONS)
@@ -161,9 +151,7 @@ def test_a_tokenizer_with_ids_beyond_its_vocabulary_is_refused(
 
 
 @pytest.mark.parametrize("source", [JsonLines, TextFiles])
-def test_a_file_that_is_written_to_while_it_is_read_is_named(
-    tmp_path: pathlib.Path, folder: str, tokenizer: Tokenizer, source: Any
-):
+def test_a_file_that_is_written_to_while_it_is_read_is_named(tmp_path, folder, tokenizer, source):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "good"}\n')
     (part,) = source.default_config().set(paths=[str(path)]).instantiate().parts()
@@ -187,9 +175,7 @@ class _FailingPart:
         raise OSError(self.code, os.strerror(self.code), "where")
 
 
-def test_a_full_disk_is_named_with_the_cure_and_another_error_as_it_is(
-    folder: str, tokenizer: Tokenizer
-):
+def test_a_full_disk_is_named_with_the_cure_and_another_error_as_it_is(folder, tokenizer):
     with pytest.raises(DiskFullError, match="output_dir") as caught:
         tokenize_part(folder, 0, _FailingPart(errno.ENOSPC), tokenizer, OPTIONS)
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, folder)
@@ -200,7 +186,7 @@ def test_a_full_disk_is_named_with_the_cure_and_another_error_as_it_is(
 
 @pytest.mark.parametrize("file", ["lengths.npy", "json"])
 def test_a_disk_that_is_full_at_the_end_leaves_no_finished_part(
-    folder: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, file: str
+    folder, tokenizer, monkeypatch, file
 ):
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -212,9 +198,7 @@ def test_a_disk_that_is_full_at_the_end_leaves_no_finished_part(
 
 
 @pytest.mark.parametrize("encoded", [False, True])
-def test_a_long_document_is_encoded_in_pieces(
-    folder: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, encoded: bool
-):
+def test_a_long_document_is_encoded_in_pieces(folder, tokenizer, monkeypatch, encoded):
     monkeypatch.setattr(prepare_part, "PIECE_BYTES", 5000)
     monkeypatch.setattr(tokenizer_module, "PIECE_BYTES", 5000)
     text = "".join(f"word{i} Grüße, " for i in range(1000))
@@ -231,10 +215,7 @@ def test_a_long_document_is_encoded_in_pieces(
 
 
 def test_a_document_that_cannot_be_divided_is_reported_with_its_memory(
-    folder: str,
-    tokenizer: Tokenizer,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    folder, tokenizer, monkeypatch, caplog
 ):
     monkeypatch.setattr(prepare_part, "PIECE_BYTES", 100)
     monkeypatch.setattr(document_pieces, "PIECE_BYTES", 100)
@@ -266,9 +247,7 @@ _LINES = {
 
 @pytest.mark.slow  # Encodes 100 MB.
 @pytest.mark.parametrize(("text", "times"), _LINES.values(), ids=_LINES)
-def test_a_line_of_100_mb_takes_less_than_500_mb_of_memory(
-    tmp_path: pathlib.Path, text: str, times: int
-):
+def test_a_line_of_100_mb_takes_less_than_500_mb_of_memory(tmp_path, text, times):
     path = tmp_path / "a.jsonl"
     with open(path, "w", encoding="utf-8") as file:
         file.write('{"text": "' + text * times + '"}\n')

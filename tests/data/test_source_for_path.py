@@ -1,5 +1,3 @@
-import pathlib
-
 import pytest
 
 from moelib.core.errors import UserError
@@ -13,7 +11,7 @@ from moelib.data.source_for_path import source_for_path
     ("name", "kind"),
     [("a.jsonl.zst", JsonLines), ("a.parquet", Parquet), ("a.txt", TextFiles)],
 )
-def test_the_names_of_files_decide(tmp_path: pathlib.Path, name: str, kind: type):
+def test_the_names_of_files_decide(tmp_path, name, kind):
     (tmp_path / name).write_text("")
     assert source_for_path(str(tmp_path)).klass is kind
     assert source_for_path(str(tmp_path / name)).klass is kind
@@ -21,7 +19,7 @@ def test_the_names_of_files_decide(tmp_path: pathlib.Path, name: str, kind: type
     assert list(source_for_path(str(tmp_path / "README")).instantiate().documents()) == ["x"]
 
 
-def test_tables_of_text_mixed_folders_and_empty_ones_are_refused(tmp_path: pathlib.Path):
+def test_tables_of_text_mixed_folders_and_empty_ones_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=str(tmp_path)):
         source_for_path(str(tmp_path))
     with pytest.raises(FileNotFoundError, match="absent does not exist"):

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import pathlib
 from collections import Counter
 
 import numpy as np
@@ -64,7 +63,7 @@ def _documents(batches: list[Batch]) -> list[str]:
     return "".join(flat).split("\n")
 
 
-def test_every_document_is_in_an_epoch_once(files: str):
+def test_every_document_is_in_an_epoch_once(files):
     iterator = _config(files).instantiate().iterator()
     pairs = sum(map(len, TEXTS))  # Every character, with what follows or the end.
     batches = [next(iterator) for _ in range(1 + pairs // 64)]
@@ -77,9 +76,7 @@ def test_every_document_is_in_an_epoch_once(files: str):
 
 @pytest.mark.parametrize("boundary", [RESET, CONTINUE])
 @pytest.mark.parametrize("step", [3, 13, 40])
-def test_a_restored_stream_continues_as_an_unbroken_one(
-    files: str, boundary: DocumentBoundary, step: int
-):
+def test_a_restored_stream_continues_as_an_unbroken_one(files, boundary, step):
     cfg = _config(files, document_boundary=boundary, seed=5)
     unbroken = cfg.instantiate().iterator()
     for _ in range(step):
@@ -92,7 +89,7 @@ def test_a_restored_stream_continues_as_an_unbroken_one(
         assert all(np.array_equal(found[name], expected[name]) for name in expected)
 
 
-def test_a_stream_predicts_across_documents(files: str):
+def test_a_stream_predicts_across_documents(files):
     batch = next(_config(files, document_boundary=CONTINUE).instantiate().iterator())
     assert np.array_equal(batch["input_ids"].ravel()[1:], batch["target_labels"].ravel()[:-1])
     assert (batch["positions"] == np.arange(16)).all()
@@ -100,7 +97,7 @@ def test_a_stream_predicts_across_documents(files: str):
 
 
 @pytest.mark.parametrize("num_hosts", [2, 4])
-def test_hosts_have_documents_of_their_own(files: str, num_hosts: int):
+def test_hosts_have_documents_of_their_own(files, num_hosts):
     seen: list[str] = []
     for host in range(num_hosts):
         iterator = _config(files).instantiate().iterator(host, num_hosts)
@@ -110,7 +107,7 @@ def test_hosts_have_documents_of_their_own(files: str, num_hosts: int):
     assert len(set(seen)) == len(seen)
 
 
-def test_more_hosts_than_files_share_the_lines(files: str):
+def test_more_hosts_than_files_share_the_lines(files):
     path = f"{files}/0.jsonl"
     seen = []
     for host in range(2):
@@ -120,7 +117,7 @@ def test_more_hosts_than_files_share_the_lines(files: str):
     assert seen[0] | seen[1] == set(TEXTS[0::4])
 
 
-def test_state_of_another_host_is_refused(files: str):
+def test_state_of_another_host_is_refused(files):
     state = _config(files).instantiate().iterator(0, 2).state()
     with pytest.raises(ValueError, match=r"host_index.*0.*1"):
         _config(files).instantiate().iterator(1, 2).restore(state)
@@ -128,7 +125,7 @@ def test_state_of_another_host_is_refused(files: str):
         _config(files).instantiate().iterator().restore(state)
 
 
-def test_prefetching_keeps_the_position_of_the_batches_taken(files: str):
+def test_prefetching_keeps_the_position_of_the_batches_taken(files):
     cfg = _config(files)
     with Prefetcher(cfg.instantiate().iterator(), lambda batch: batch) as batches:
         for _ in range(12):
@@ -140,7 +137,7 @@ def test_prefetching_keeps_the_position_of_the_batches_taken(files: str):
     assert np.array_equal(next(iterator)["input_ids"], expected["input_ids"])
 
 
-def test_a_broken_line_is_named_or_counted(tmp_path: pathlib.Path):
+def test_a_broken_line_is_named_or_counted(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a good line"}\n\nbad\n')
     iterator = _config(str(tmp_path)).instantiate().iterator()
     with pytest.raises(BadRecordError, match=r"a.jsonl:3:.*JSON.*max_bad_records"):
@@ -150,18 +147,18 @@ def test_a_broken_line_is_named_or_counted(tmp_path: pathlib.Path):
     assert iterator.num_bad_records > 0
 
 
-def test_a_stream_without_text_is_refused(tmp_path: pathlib.Path):
+def test_a_stream_without_text_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text("")
     with pytest.raises(ValueError, match="0 records"):
         next(_config(str(tmp_path)).instantiate().iterator())
 
 
-def test_a_vocabulary_beyond_the_models_is_refused(files: str):
+def test_a_vocabulary_beyond_the_models_is_refused(files):
     with pytest.raises(ValueError, match=r"vocab_size=256: .* 257"):
         _config(files, vocab_size=256).instantiate()
 
 
-def test_tfrecord_data_sets_are_streamed_and_read(tmp_path: pathlib.Path):
+def test_tfrecord_data_sets_are_streamed_and_read(tmp_path):
     folder = write_corpus(TEXTS, str(tmp_path), "tfrecord")
     assert sorted(TFDSSource.default_config().set(name=folder).instantiate().documents()) == TEXTS
     stream = TFDSStream.default_config().set(name=folder)
@@ -171,7 +168,7 @@ def test_tfrecord_data_sets_are_streamed_and_read(tmp_path: pathlib.Path):
     assert isinstance(cfg.instantiate().tokenizer, Tokenizer)
 
 
-def test_a_data_set_that_tfds_stores_itself_is_read(tmp_path: pathlib.Path):
+def test_a_data_set_that_tfds_stores_itself_is_read(tmp_path):
     tfds, tf = import_tfds(), import_tensorflow()
     features = tfds.features.FeaturesDict({"text": tfds.features.Text()})
     tfds.dataset_builders.store_as_tfds_dataset(
@@ -185,7 +182,7 @@ def test_a_data_set_that_tfds_stores_itself_is_read(tmp_path: pathlib.Path):
     assert sorted(source.instantiate().documents()) == TEXTS
 
 
-def test_a_saved_position_writes_no_file_outside_its_folder(files: str, tmp_path: pathlib.Path):
+def test_a_saved_position_writes_no_file_outside_its_folder(files, tmp_path):
     iterator = _config(files).instantiate().iterator()
     next(iterator)
     state = iterator.state()

@@ -1,7 +1,5 @@
 """Streams without TensorFlow; tests/data/test_streaming.py reads their records."""
 
-import pathlib
-
 import pytest
 
 from moelib.data.source import BadRecordError
@@ -17,7 +15,7 @@ def test_lines_become_documents_and_blank_ones_are_empty():
         stream.text(b"{}")
 
 
-def test_archives_that_tf_data_cannot_read_are_refused_and_not_skipped(tmp_path: pathlib.Path):
+def test_archives_that_tf_data_cannot_read_are_refused_and_not_skipped(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
     stream = JsonLinesStream.default_config().set(paths=[str(tmp_path)]).instantiate()
     stream.fingerprint()
@@ -32,7 +30,7 @@ def test_archives_that_tf_data_cannot_read_are_refused_and_not_skipped(tmp_path:
 
 
 @pytest.mark.filterwarnings("ignore")  # TFDS uses deprecated functions.
-def test_a_data_set_stored_for_random_access_is_refused(tmp_path: pathlib.Path):
+def test_a_data_set_stored_for_random_access_is_refused(tmp_path):
     folder = write_corpus(["x"], str(tmp_path))
     stream = TFDSStream.default_config().set(name=folder).instantiate()
     with pytest.raises(ValueError, match=r"array_record.*tf.data"):

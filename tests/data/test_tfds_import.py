@@ -1,6 +1,5 @@
 """Optional packages: imported only on use, and a message names the extra of a missing one."""
 
-import pathlib
 import subprocess
 import sys
 
@@ -62,7 +61,7 @@ def test_no_module_imports_what_only_some_uses_need():
 
 @pytest.mark.filterwarnings("ignore")  # TFDS uses deprecated functions.
 @pytest.mark.parametrize("missing", ["tensorflow_datasets", "array_record"])
-def test_a_missing_package_is_named_with_its_extra(tmp_path: pathlib.Path, missing: str):
+def test_a_missing_package_is_named_with_its_extra(tmp_path, missing):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
     folder = write_corpus(["b", "a"], str(tmp_path / "tfds"))
     lines = _run(_BLOCKED, f"{missing},tensorflow", folder, str(tmp_path / "a.jsonl"))

@@ -1,6 +1,5 @@
 import json
 import os
-import pathlib
 import shutil
 
 import pytest
@@ -25,9 +24,7 @@ def _source(name: str, **fields: str) -> TFDSSource:
     return TFDSSource.default_config().set(name=name, **fields).instantiate()
 
 
-def test_parts_are_ranges_with_the_documents_of_the_whole(
-    folder: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_parts_are_ranges_with_the_documents_of_the_whole(folder, monkeypatch):
     monkeypatch.setattr(tfds_source, "_PART_BYTES", 60)
     parts = _source(folder).parts()
     assert len(parts) > 3
@@ -37,7 +34,7 @@ def test_parts_are_ranges_with_the_documents_of_the_whole(
     assert parts[1].name == f"{folder} train[{parts[0].end}:{parts[1].end}]"
 
 
-def test_unknown_names_are_reported(folder: str, tmp_path: pathlib.Path):
+def test_unknown_names_are_reported(folder, tmp_path):
     with pytest.raises(ValueError, match=r"TFDS.*'nonesuch'") as raised:
         _source("nonesuch", data_dir=str(tmp_path)).parts()
     assert len(str(raised.value)) < 400  # TFDS lists all it has.
@@ -49,7 +46,7 @@ def test_unknown_names_are_reported(folder: str, tmp_path: pathlib.Path):
 
 @pytest.mark.parametrize("key", ["pythonClassName", "type"])
 def test_code_that_a_data_set_names_is_refused_and_not_run(
-    folder: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys, key: str
+    folder, tmp_path, monkeypatch, capsys, key
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -68,7 +65,7 @@ def test_code_that_a_data_set_names_is_refused_and_not_run(
 
 
 @pytest.mark.parametrize("damage", ["features", "info", "truncated", "missing", "folder"])
-def test_a_damaged_data_set_is_named(folder: str, tmp_path: pathlib.Path, damage: str):
+def test_a_damaged_data_set_is_named(folder, tmp_path, damage):
     shutil.copytree(folder, copy := tmp_path / "copy")
     (records,) = copy.glob("*.array_record*")
     if damage == "features":

@@ -32,7 +32,7 @@ def test_fingerprint_sees_tokens_and_boundaries():
 
 
 @pytest.mark.parametrize("wrong", [10, -1])
-def test_id_beyond_the_vocabulary_is_named(wrong: int):
+def test_id_beyond_the_vocabulary_is_named(wrong):
     with pytest.raises(ValueError, match=rf"id {wrong} \(token 2\).*10"):
         _tokens([[1, 2], [wrong]])
 

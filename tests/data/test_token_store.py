@@ -59,7 +59,7 @@ def _texts(store: TokenStore) -> list[str]:
     return list(store.texts())
 
 
-def test_all_documents_come_back_with_their_end_and_bytes(path: pathlib.Path):
+def test_all_documents_come_back_with_their_end_and_bytes(path):
     store = _open(path, split=None)
     assert _texts(store) == TEXTS
     assert {int(store.document(i)[-1]) for i in range(len(TEXTS))} == {store.eos_id}
@@ -70,7 +70,7 @@ def test_all_documents_come_back_with_their_end_and_bytes(path: pathlib.Path):
     store.verify()
 
 
-def test_splits_are_disjoint_and_cover_all_documents(path: pathlib.Path):
+def test_splits_are_disjoint_and_cover_all_documents(path):
     train, validation = (_open(path, split=split) for split in ("train", "validation"))
     assert sorted(_texts(train) + _texts(validation)) == sorted(TEXTS)
     assert 30 < validation.num_documents < 70
@@ -88,7 +88,7 @@ def test_ids_are_stored_in_the_smallest_type():
     assert [token_dtype(size) for size in (257, 65_536, 65_537)] == ["uint16", "uint16", "uint32"]
 
 
-def test_a_missing_store_is_named_with_the_cure(tmp_path: pathlib.Path):
+def test_a_missing_store_is_named_with_the_cure(tmp_path):
     with pytest.raises(FileNotFoundError, match="`moelib"):
         _open(tmp_path / "store")
     (tmp_path / "store.partial").mkdir()
@@ -96,7 +96,7 @@ def test_a_missing_store_is_named_with_the_cure(tmp_path: pathlib.Path):
         _open(tmp_path / "store")
 
 
-def test_splits_and_tokenizers_that_the_store_does_not_have_are_refused(path: pathlib.Path):
+def test_splits_and_tokenizers_that_the_store_does_not_have_are_refused(path):
     with pytest.raises(ValueError, match=r"'test'.*\['train', 'vali"):
         _open(path, split="test")
     own = _open(path).meta.tokenizer_hash
@@ -113,7 +113,7 @@ def test_splits_and_tokenizers_that_the_store_does_not_have_are_refused(path: pa
         _open(path, split="validation")
 
 
-def test_a_damaged_store_is_refused(path: pathlib.Path):
+def test_a_damaged_store_is_refused(path):
     tokens = path / token_store.tokens_file(1)
     content = tokens.read_bytes()
     tokens.write_bytes(content[:-2])
@@ -151,7 +151,7 @@ class _Hostile:
         ("token_num_bytes.npy", "objects"),
     ],
 )
-def test_arrays_that_are_not_counts_are_refused(path: pathlib.Path, name: str, kind: str):
+def test_arrays_that_are_not_counts_are_refused(path, name, kind):
     hostile = np.full(len(np.load(path / name)), _Hostile(path / "ran"), object)
     with open(path / name, "wb") as file:
         if kind == "objects":
@@ -168,7 +168,7 @@ def test_arrays_that_are_not_counts_are_refused(path: pathlib.Path, name: str, k
     assert not (path / "ran").exists()
 
 
-def test_meta_that_names_a_file_outside_the_store_is_refused(path: pathlib.Path):
+def test_meta_that_names_a_file_outside_the_store_is_refused(path):
     meta = token_store.read_meta(str(path))
     meta.block_hashes["../secret"] = ["0"]
     token_store.write_meta(str(path), meta)
@@ -179,9 +179,7 @@ def test_meta_that_names_a_file_outside_the_store_is_refused(path: pathlib.Path)
 @pytest.mark.parametrize(
     ("name", "left"), [("tokens-00000.bin", {}), (None, {}), ("lengths.npy", {"num_bytes.npy": []})]
 )
-def test_meta_without_the_hashes_of_a_file_is_refused(
-    path: pathlib.Path, name: str | None, left: dict[str, list[str]]
-):
+def test_meta_without_the_hashes_of_a_file_is_refused(path, name, left):
     meta = token_store.read_meta(str(path))
     meta.block_hashes = {k: x for k, x in meta.block_hashes.items() if name and k != name} | left
     token_store.write_meta(str(path), meta)
@@ -189,7 +187,7 @@ def test_meta_without_the_hashes_of_a_file_is_refused(
         _open(path)
 
 
-def test_tokens_that_cannot_be_read_are_named(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+def test_tokens_that_cannot_be_read_are_named(path, monkeypatch):
     def fail(*_: object) -> bytes:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -207,15 +205,13 @@ def test_tokens_that_cannot_be_read_are_named(path: pathlib.Path, monkeypatch: p
 @pytest.mark.parametrize(
     "name", ["tokens-00001.bin", "lengths.npy", "num_bytes.npy", "token_num_bytes.npy"]
 )
-def test_a_flipped_bit_is_found_when_the_store_is_opened(path: pathlib.Path, name: str):
+def test_a_flipped_bit_is_found_when_the_store_is_opened(path, name):
     _flip(path / name, (path / name).stat().st_size // 2)
     with pytest.raises(ValueError, match=f"{path}.*damaged: bytes 0 to .* of {name}"):
         _open(path)
 
 
-def test_blocks_that_opening_leaves_out_are_found_batch_by_batch(
-    path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_blocks_that_opening_leaves_out_are_found_batch_by_batch(path, monkeypatch):
     monkeypatch.setattr(store_check, "BLOCK_BYTES", 64)
     monkeypatch.setattr(store_check, "SAMPLED_BLOCKS", 3)
     name, meta = token_store.tokens_file(1), token_store.read_meta(str(path))
@@ -250,7 +246,7 @@ def test_blocks_that_opening_leaves_out_are_found_batch_by_batch(
             collections.deque(evaluations, maxlen=0)
 
 
-def test_tokens_that_a_file_has_lost_are_named(path: pathlib.Path):
+def test_tokens_that_a_file_has_lost_are_named(path):
     file = _open(path).file(0)
     os.truncate(path / token_store.tokens_file(0), 25)
     assert list(file[0:10]) == list(TEXTS[0].encode())[:10]
@@ -275,7 +271,7 @@ sys.exit(run_command("reader", dataclasses.dataclass(Flags), run, sys.argv[1:]))
 """
 
 
-def test_a_file_that_shrinks_ends_a_command_with_one_line(path: pathlib.Path):
+def test_a_file_that_shrinks_ends_a_command_with_one_line(path):
     # In mapped memory, the signal SIGBUS ended the process without a message.
     command = [sys.executable, "-c", _READER, str(path)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -308,13 +304,13 @@ def test_a_file_that_shrinks_ends_a_command_with_one_line(path: pathlib.Path):
         ("tokenizer_hash", None),
     ],
 )
-def test_a_wrong_value_in_meta_is_named(path: pathlib.Path, key: str, value: object):
+def test_a_wrong_value_in_meta_is_named(path, key, value):
     _change_meta(path, **{key: value})
     with pytest.raises(UserError, match=re.escape(f"{key}=")):
         _open(path)
 
 
-def test_a_change_of_meta_is_noticed(path: pathlib.Path):
+def test_a_change_of_meta_is_noticed(path):
     text = (path / "meta.json").read_text()
     (path / "meta.json").write_text(text.replace('"eos_id": 256', '"eos_id": 255'))
     with pytest.raises(UserError, match=r"meta.json.*digest="):
@@ -335,7 +331,7 @@ def test_a_change_of_meta_is_noticed(path: pathlib.Path):
         ('{"format": 1}', "digest=None"),
     ],
 )
-def test_damaged_meta_is_named(path: pathlib.Path, content: str, message: str):
+def test_damaged_meta_is_named(path, content, message):
     (path / "meta.json").write_text(content)
     with pytest.raises(ValueError, match=rf"meta.json.*{message}"):
         _open(path)

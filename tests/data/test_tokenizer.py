@@ -1,5 +1,4 @@
 import json
-import pathlib
 
 import numpy as np
 import pytest
@@ -40,7 +39,7 @@ def test_byte_tokenizer_gives_utf8_bytes():
     assert tokenizer.token_num_bytes().tolist() == [1] * 256 + [0]
 
 
-def test_trained_tokenizer_round_trips_and_counts_bytes(trained: Tokenizer, tmp_path: pathlib.Path):
+def test_trained_tokenizer_round_trips_and_counts_bytes(trained, tmp_path):
     assert trained.vocab_size == 300
     for text, ids in zip(TEXTS, trained.encode_batch(TEXTS), strict=True):
         assert ids == trained.encode(text)
@@ -58,7 +57,7 @@ def test_trained_tokenizer_round_trips_and_counts_bytes(trained: Tokenizer, tmp_
     [(True, None, True), (True, False, False), (False, None, False), (False, True, True)],
 )
 def test_prompts_of_a_published_model_begin_with_bos(
-    trained: Tokenizer, tmp_path: pathlib.Path, template: bool, add_bos_token: bool, has_bos: bool
+    trained, tmp_path, template, add_bos_token, has_bos
 ):
     content = json.loads(trained.to_json())
     bos = {"SpecialToken": {"id": END_OF_TEXT, "type_id": 0}}
@@ -93,9 +92,7 @@ def test_prompts_of_a_published_model_begin_with_bos(
         {"eos_token": "\ud800"},
     ],
 )
-def test_settings_that_do_not_fit_the_tokenizer_are_refused(
-    trained: Tokenizer, tmp_path: pathlib.Path, settings: dict[str, object]
-):
+def test_settings_that_do_not_fit_the_tokenizer_are_refused(trained, tmp_path, settings):
     trained.save(str(tmp_path))
     content = json.dumps({"eos_token": END_OF_TEXT} | settings)
     (tmp_path / "tokenizer_config.json").write_text(content)
@@ -103,9 +100,7 @@ def test_settings_that_do_not_fit_the_tokenizer_are_refused(
         read_tokenizer(str(tmp_path), published=True)
 
 
-def test_code_of_a_published_tokenizer_is_not_run(
-    trained: Tokenizer, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_code_of_a_published_tokenizer_is_not_run(trained, tmp_path, monkeypatch):
     trained.save(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -124,7 +119,7 @@ def test_code_of_a_published_tokenizer_is_not_run(
     assert not (tmp_path / "ran").exists()
 
 
-def test_fingerprint_survives_saving_and_formatting(trained: Tokenizer, tmp_path: pathlib.Path):
+def test_fingerprint_survives_saving_and_formatting(trained, tmp_path):
     trained.save(str(tmp_path))
     assert _load(tmp_path).fingerprint == trained.fingerprint
     content = json.loads(trained.to_json())
@@ -136,7 +131,7 @@ def test_fingerprint_survives_saving_and_formatting(trained: Tokenizer, tmp_path
 
 
 def test_truncation_and_dropout_in_the_file_are_unset_the_latter_with_a_warning(
-    trained: Tokenizer, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+    trained, tmp_path, caplog
 ):
     content = json.loads(trained.to_json())
     content["truncation"] = {
@@ -154,7 +149,7 @@ def test_truncation_and_dropout_in_the_file_are_unset_the_latter_with_a_warning(
     assert loaded.fingerprint == trained.fingerprint
 
 
-def test_bytes_of_a_tokenizer_with_space_markers(tmp_path: pathlib.Path):
+def test_bytes_of_a_tokenizer_with_space_markers(tmp_path):
     vocab = {"<0x41>": 0, "▁the": 1, "é": 2, "<eos>": 3}
     content = {
         "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
@@ -168,7 +163,7 @@ def test_bytes_of_a_tokenizer_with_space_markers(tmp_path: pathlib.Path):
     assert loaded.token_num_bytes().tolist() == [1, 4, 2, 0]
 
 
-def test_files_that_are_no_tokenizers_are_named(trained: Tokenizer, tmp_path: pathlib.Path):
+def test_files_that_are_no_tokenizers_are_named(trained, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere\.json"):
         _load(tmp_path / "nowhere.json")
     (tmp_path / "a.json").write_text("[]")
@@ -182,9 +177,7 @@ def test_files_that_are_no_tokenizers_are_named(trained: Tokenizer, tmp_path: pa
         _load(tmp_path, eos_token="<|endoftex|>")
 
 
-def test_ids_beyond_the_vocabulary_and_trainings_without_room_are_refused(
-    trained: Tokenizer, tmp_path: pathlib.Path
-):
+def test_ids_beyond_the_vocabulary_and_trainings_without_room_are_refused(trained, tmp_path):
     with pytest.raises(ValueError, match=r"Token id 300.*300"):
         trained.decode(np.array([1, 300]))
     with pytest.raises(ValueError, match="vocab_size=256"):

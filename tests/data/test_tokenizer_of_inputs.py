@@ -44,7 +44,7 @@ def _inputs(store: str) -> dict[str, Input.Config]:
 
 
 @pytest.mark.parametrize("kind", ["store", "mixture", "stream"])
-def test_an_input_names_its_tokenizer(store: str, kind: str):
+def test_an_input_names_its_tokenizer(store, kind):
     want = Tokenizer.default_config().set(path=store).instantiate().fingerprint
     assert load_tokenizer(_inputs(store)[kind]).fingerprint == want
 

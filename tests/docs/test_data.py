@@ -44,7 +44,7 @@ def store(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> TokenStore
     return _prepare()
 
 
-def test_a_store_is_reused_and_follows_its_corpus(store: TokenStore):
+def test_a_store_is_reused_and_follows_its_corpus(store):
     assert _prepare().meta == store.meta
     for file in pathlib.Path("books").iterdir():
         file.touch()
@@ -54,7 +54,7 @@ def test_a_store_is_reused_and_follows_its_corpus(store: TokenStore):
         _prepare()
 
 
-def test_a_batch_is_a_function_of_seed_and_step(store: TokenStore):
+def test_a_batch_is_a_function_of_seed_and_step(store):
     # --8<-- [start:input]
     cfg = LMInput.default_config().set(
         source=TokenStore.default_config().set(path="data/books", split="train"),
@@ -76,7 +76,7 @@ def test_a_batch_is_a_function_of_seed_and_step(store: TokenStore):
         np.testing.assert_array_equal(np.concatenate([half[name] for half in halves]), batch[name])
 
 
-def test_a_mixture(store: TokenStore):
+def test_a_mixture(store):
     # --8<-- [start:mixture]
     books = TokenStore.default_config().set(path="data/books")
     held_out = TokenStore.default_config().set(path="data/books", split="validation")
@@ -101,7 +101,7 @@ def test_a_mixture(store: TokenStore):
         mixture.clone(weights={"books": 1.0}).instantiate()
 
 
-def test_a_stream(store: TokenStore):
+def test_a_stream(store):
     # --8<-- [start:streaming]
     cfg = StreamingInput.default_config().set(
         stream=JsonLinesStream.default_config().set(paths=["web/*.jsonl.gz"]),

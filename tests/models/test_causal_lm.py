@@ -41,7 +41,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_every_mesh_gives_the_values_of_one_device(axes: dict[str, int]):
+def test_every_mesh_gives_the_values_of_one_device(axes):
     model, (params, want) = scan_model(), on_one_device()
     mesh = tiny.mesh(**axes)
     shardings = named_shardings(model.create_parameter_specs_recursively(), mesh)

@@ -1,7 +1,5 @@
 """No damage to an exported model or to the folder of a run goes unnoticed."""
 
-import pathlib
-
 import pytest
 
 from benchmarks import corruption
@@ -15,7 +13,7 @@ from benchmarks import corruption
         pytest.param("run", 1000, marks=pytest.mark.slow),
     ],
 )
-def test_no_damaged_model_is_read_silently(tmp_path: pathlib.Path, name: str, num_cases: int):
+def test_no_damaged_model_is_read_silently(tmp_path, name, num_cases):
     (tmp_path / "sound").mkdir()
     subject = corruption.SUBJECTS[name](str(tmp_path / "sound"))
     table = corruption.table(name, subject, num_cases, str(tmp_path))

@@ -102,7 +102,7 @@ def specs_of(cfg: Any) -> Any:
         {"a": {"b": (config_for_function(plain),)}},
     ],
 )
-def test_a_value_is_read_back_as_it_was(value: Any):
+def test_a_value_is_read_back_as_it_was(value):
     cfg = config_of(value)
     check_readable(cfg, specs_of(cfg))
     back = parse(cfg.debug_string().encode().decode())
@@ -129,7 +129,7 @@ def test_a_value_is_read_back_as_it_was(value: Any):
         (Total(1), "total is 2, but config.txt would read .*total: 3"),
     ],
 )
-def test_a_value_that_cannot_be_read_back_is_named(value: Any, message: str):
+def test_a_value_that_cannot_be_read_back_is_named(value, message):
     cfg = config_of(value)
     with pytest.raises(UserError, match=rf"init_state_builder\.value.*{message}"):
         check_readable(cfg, specs_of(cfg))

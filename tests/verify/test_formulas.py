@@ -80,7 +80,7 @@ LAYERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_formulas_equal_layers(name: str):
+def test_formulas_equal_layers(name):
     layer = build(LAYERS[name])
     rng = np.random.default_rng(0)
     params = jax.tree.map(

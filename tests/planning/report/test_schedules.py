@@ -20,12 +20,12 @@ def test_idle_shares_and_activations_are_tabulated():
         ("dualpipe-v:4x7", "num_microbatches=7"),
     ],
 )
-def test_wrong_schedules_are_named(text: str, message: str):
+def test_wrong_schedules_are_named(text, message):
     with pytest.raises(UserError, match=message):
         schedule_timelines([text])
 
 
-def test_the_command_draws_a_chart_per_schedule(capsys: pytest.CaptureFixture[str]):
+def test_the_command_draws_a_chart_per_schedule(capsys):
     assert main.run(["plan", "--schedule=1f1b:2x2,zb-v:2x4"]) == 0
     out = capsys.readouterr().out
     assert "27.3%" not in out
