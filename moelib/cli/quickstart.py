@@ -7,9 +7,12 @@ By default the text is the source code of Python's standard library, so that not
 """
 
 import dataclasses
+import gzip
 import os
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from moelib import launch
 from moelib.core.command_line import flag, no_arguments
@@ -97,8 +100,6 @@ def prepare_text(text: str | None, store_dir: str, vocab_size: int) -> tuple[Any
 
 def _compare(bits_per_byte: float, train: Any, validation: Any) -> None:
     """Prints the model's bits per byte next to those of simple models."""
-    from moelib.data.baselines import gzip_bits_per_byte, unigram_bits_per_byte
-
     values = {
         "this model": bits_per_byte,
         "gzip -9": gzip_bits_per_byte(validation),
@@ -106,6 +107,26 @@ def _compare(bits_per_byte: float, train: Any, validation: Any) -> None:
     }
     rows = [(name, f"{value:.3f}") for name, value in values.items()]
     print_table(Table("", ["held-out text", "bits per byte>"], rows))
+
+
+def gzip_bits_per_byte(store: Any) -> float:
+    """Returns the bits per byte of `gzip -9` on the concatenated documents of a store."""
+    data = "".join(store.texts()).encode()
+    return 8 * len(gzip.compress(data, 9)) / len(data)
+
+
+def unigram_bits_per_byte(train: Any, validation: Any) -> float:
+    """Returns the bits per byte of a model that knows only the frequency of each token.
+
+    The frequencies are those of `train`, with 1 added to each count. As in a language model's loss,
+    the targets are all tokens but the first of each document, and bytes are those of the targets.
+    """
+    learned, counts = np.zeros((2, train.vocab_size), np.int64)
+    for source, count in ((train, learned), (validation, counts)):
+        for index in range(source.num_documents):
+            np.add.at(count, source.document(index)[1:], 1)
+    bits = -np.log2((learned + 1) / (learned + 1).sum())
+    return float(counts @ bits / (counts @ validation.token_num_bytes.astype(np.int64)))
 
 
 def _sample(run_dir: str, prompt: str) -> None:

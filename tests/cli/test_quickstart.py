@@ -1,5 +1,6 @@
 """`moelib quickstart`: from text to a trained model, a comparison and a sample."""
 
+import math
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 
 from moelib.cli import quickstart
 from moelib.core.errors import UserError
+from moelib.data.token_source import InMemoryTokens
 
 TEXT = "".join(f"def f{i}(x):\n    return x + {i % 7}\n\n" for i in range(60_000))
 
@@ -41,6 +43,16 @@ def test_a_wrong_config_is_an_error_before_text_is_prepared(text, tmp_path):
     with pytest.raises(UserError, match="warmup_steps 50 are more than max_step 20"):
         quickstart.run(flags, [])
     assert not (tmp_path / "run").exists()
+
+
+def test_unigram_bits_are_those_of_smoothed_counts():
+    train, validation = (
+        InMemoryTokens.default_config().set(documents=documents, vocab_size=4).instantiate()
+        for documents in ([[3, 1, 1, 2, 0]], [[3, 1, 2, 0], [1, 0]])
+    )
+    # Counts of 0 to 3, with 1 added: 2, 3, 2, 1. Targets are 1, 2, 0 and 0; 0 covers no byte.
+    bits = -(math.log2(3 / 8) + math.log2(2 / 8) + 2 * math.log2(2 / 8))
+    assert quickstart.unigram_bits_per_byte(train, validation) == pytest.approx(bits / 2)
 
 
 @pytest.mark.slow  # A minute: the whole model is compiled, for two steps.
