@@ -7,7 +7,6 @@ import gzip
 import io
 import json
 import os
-import re
 import zlib
 from collections.abc import Iterator, Sequence
 
@@ -41,14 +40,14 @@ class JsonLinesPart:
         """Bytes of the lines, estimated for a compressed file."""
         return self.file.num_text_bytes if self.end is None else self.end - self.start
 
-    def documents(self, bad_records: BadRecords | None = None) -> Iterator[str | bytes]:
-        """Yields the text field of each line, in UTF-8 if it is long; blank lines are skipped."""
+    def documents(self, bad_records: BadRecords | None = None) -> Iterator[str]:
+        """Yields the text field of each line; blank lines are skipped."""
         with readable(self.file.path), open_packed(self.file.path) as file:
-            for number, lines in enumerate(self._lines(file), 1):
-                if not lines[0].strip():
+            for number, line in enumerate(self._lines(file), 1):
+                if not line.strip():
                     continue
                 try:
-                    yield _document_of(lines.pop(), self.text_field)
+                    yield text_of(line, self.text_field)
                 except BadRecordError as error:
                     number += self._lines_before
                     located = BadRecordError(f"{self.file.path}:{number}: {error}")
@@ -56,8 +55,8 @@ class JsonLinesPart:
                         raise located from None
                     bad_records.add(located)
 
-    def _lines(self, file: io.BufferedIOBase) -> Iterator[list[bytes]]:
-        """Yields the lines that begin in [start, end), in lists from which they can be freed."""
+    def _lines(self, file: io.BufferedIOBase) -> Iterator[bytes]:
+        """Yields the lines that begin in [start, end)."""
         position = self.start
         if self.start:
             file.seek(self.start - 1)
@@ -65,9 +64,7 @@ class JsonLinesPart:
         try:
             while (self.end is None or position < self.end) and (line := file.readline()):
                 position += len(line)
-                lines = [line]
-                del line
-                yield lines
+                yield line
             if self.end is not None and position < self.end:
                 raise UserError(
                     f"{self.file.path} ends at byte {position} instead of {self.file.num_bytes}: "
@@ -89,39 +86,6 @@ class JsonLinesPart:
             while file.tell() < self.start and file.readline():
                 count += 1
         return count
-
-
-_LONG_BYTES = 1 << 20  # A string of this length is decoded in pieces.
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"')
-_PIECE = re.compile(
-    rb"(?:[^\\\x80-\xff]{1,64}|[\xc0-\xff][\x80-\xbf]*"
-    rb"|\\u[dD][89abAB]..(?:\\u[dD]...)?|\\u....|\\?.){1,4096}"
-)
-_MARK = re.compile(rb"(?i)\\ufdd0|\xef\xb7\x90")  # U+FDD0, which is not a character.
-
-
-def _document_of(line: bytes, field: str) -> str | bytes:
-    """Returns the text field of a line; a long one in UTF-8, since text may take four times that.
-
-    Raises BadRecordError if there is none.
-    """
-    if len(line) < _LONG_BYTES:
-        return text_of(line, field)
-    name = json.dumps(field).encode()
-    decoded: dict[str, bytes] = {}  # Long strings, by the text in their place.
-
-    def replace(match: re.Match[bytes]) -> bytes:
-        start, end = match.span()
-        if end - start < _LONG_BYTES and not _MARK.search(line, start, end):
-            return match[0]
-        data = io.BytesIO()
-        for piece in _PIECE.finditer(line, start + 1, end - 1):
-            data.write(text_of(b'{%s: "%s"}' % (name, piece[0]), field).encode())
-        decoded[f"\ufdd0{len(decoded)}"] = data.getvalue()
-        return b'"\\ufdd0%d"' % (len(decoded) - 1)
-
-    text = text_of(_STRING.sub(replace, line), field)
-    return decoded.get(text, text)
 
 
 def text_of(line: bytes, field: str) -> str:

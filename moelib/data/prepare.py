@@ -201,7 +201,7 @@ def _has_text(folder: str, plan: Mapping[str, Any], source: Source, parts: Seque
         for part in parts:
             text_hash = TextHash()
             for text in filter(None, part.documents(BadRecords())):
-                text_hash.add(text if isinstance(text, bytes) else text.encode())
+                text_hash.add(text.encode())
             hashes.append(text_hash.hexdigest())
             progress.advance(part.num_bytes)
     if meta.text_hash != _combined(hashes):
@@ -234,7 +234,7 @@ def _check_disk(folder: str, parts: Sequence[Part], tokenizer: Tokenizer) -> Non
     """Raises DiskFullError if the parts need more space than is free."""
     num_bytes = num_tokens = 0
     for text in parts[0].documents(BadRecords()):
-        data = text[:_SAMPLE_BYTES] if isinstance(text, bytes) else text[:_SAMPLE_BYTES].encode()
+        data = text[:_SAMPLE_BYTES].encode()
         num_bytes += len(data)
         num_tokens += 1 + len(tokenizer.encode(data.decode(errors="ignore")))
         if num_bytes >= _SAMPLE_BYTES:

@@ -164,18 +164,16 @@ def _named_errors(folder: str, part: Part) -> Iterator[None]:
         ) from error
 
 
-def _batches(documents: Iterable[str | bytes]) -> Iterator[list[str] | bytes]:
+def _batches(documents: Iterable[str]) -> Iterator[list[str] | bytes]:
     """Yields short documents in lists of some `PIECE_BYTES`, and long ones in UTF-8."""
     batch: list[str] = []
     size = 0
     for document in documents:
-        is_long = isinstance(document, bytes) or len(document) > PIECE_BYTES
+        is_long = len(document) > PIECE_BYTES
         if batch and (is_long or size >= PIECE_BYTES):
             yield batch
             batch, size = [], 0
-        if isinstance(document, bytes):
-            yield document
-        elif is_long:
+        if is_long:
             yield document.encode()
         else:
             batch.append(document)

@@ -48,8 +48,8 @@ class Part(Protocol):
         """Bytes of text, exact or estimated: for progress and the check of free disk space."""
         ...
 
-    def documents(self, bad_records: BadRecords | None = None) -> Iterator[str | bytes]:
-        """Yields the documents in order, empty ones included, long ones perhaps in UTF-8.
+    def documents(self, bad_records: BadRecords | None = None) -> Iterator[str]:
+        """Yields the documents in order, empty ones included.
 
         Args:
             bad_records: Counter of records without a document; None makes such a record an error.

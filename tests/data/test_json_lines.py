@@ -1,14 +1,12 @@
 import gzip
 import json
 import os
-import random
-import tracemalloc
 
 import pyarrow
 import pytest
 
 from moelib.core.errors import UserError
-from moelib.data import files, json_lines
+from moelib.data import files
 from moelib.data.json_lines import JsonLines
 from moelib.data.source import BadRecordError, BadRecords
 
@@ -104,55 +102,3 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path):
     os.truncate(path, len('{"text": ""}\n') + 10_000)
     with pytest.raises(UserError, match=rf"{path} ends at byte \d+ instead of 15\d\d\d\d"):
         list(documents)
-
-
-def test_a_line_is_freed_before_its_text_is_used(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"text": "x" * 10_000_000}) + "\n")
-    (*_, part) = JsonLines.default_config().set(paths=[str(path)]).instantiate().parts()[:1]
-    tracemalloc.start()
-    for _ in part.documents():
-        held, peak = tracemalloc.get_traced_memory()
-        assert held < 11_000_000
-        assert peak < 32_000_000
-    tracemalloc.stop()
-
-
-def _long_and_whole(line: bytes, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Returns what is read of a line as a long one, and as a short one."""
-    found: list[object] = []
-    for long_bytes in (10, 1 << 30):
-        monkeypatch.setattr(json_lines, "_LONG_BYTES", long_bytes)
-        try:
-            text = json_lines._document_of(line, "text")
-            found.append(text.decode() if isinstance(text, bytes) else text)
-        except BadRecordError:
-            found.append(None)
-    return found
-
-
-def test_long_lines_are_read_like_short_ones(monkeypatch):
-    rng = random.Random(0)
-    pieces = ["a" * 70, "é", "🙂", "한", '\\"', "\\", "\n", "\u0000", "\ufdd00", "\x7f", "["]
-    pieces.append("\ud83d")
-    lines = []
-    for number in range(300):
-        text = "".join(rng.choices(pieces, k=rng.randrange(20)))
-        record = {"a": text[::-1], "text": text, "b": ["x" * 50, {"text": "y" * 50}]}
-        line = json.dumps(record, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
-        if number % 3 == 0:
-            at = rng.randrange(len(line))
-            new = rng.choice([b"", b'"', b"\\", b"\x80", b"\\u", b"\0"])
-            line = line[:at] + new + line[at + 1 :]
-        lines.append(line)
-    lines.append(json.dumps({"text": "한🙂" * 9000}).encode())
-    for line in lines:
-        long, whole = _long_and_whole(line, monkeypatch)
-        assert long == whole, line
-
-
-def test_a_long_text_is_read_as_bytes():
-    text = "Grüße 🙂 " * (1 << 17)
-    for ascii_only in (False, True):
-        line = json.dumps({"id": 1, "text": text}, ensure_ascii=ascii_only).encode()
-        assert json_lines._document_of(line, "text") == text.encode()

@@ -197,8 +197,7 @@ def test_a_disk_that_is_full_at_the_end_leaves_no_finished_part(
     assert read_result(folder, 0) is None
 
 
-@pytest.mark.parametrize("encoded", [False, True])
-def test_a_long_document_is_encoded_in_pieces(folder, tokenizer, monkeypatch, encoded):
+def test_a_long_document_is_encoded_in_pieces(folder, tokenizer, monkeypatch):
     monkeypatch.setattr(prepare_part, "PIECE_BYTES", 5000)
     monkeypatch.setattr(tokenizer_module, "PIECE_BYTES", 5000)
     text = "".join(f"word{i} Grüße, " for i in range(1000))
@@ -206,8 +205,7 @@ def test_a_long_document_is_encoded_in_pieces(folder, tokenizer, monkeypatch, en
     monkeypatch.setattr(
         tokenizer, "encode_batch", lambda texts: sizes.append(sum(map(len, texts))) or encode(texts)
     )
-    long: Any = text.encode() if encoded else text
-    tokenize_part(folder, 0, TextsPart(("ab", long, "c")), tokenizer, OPTIONS)
+    tokenize_part(folder, 0, TextsPart(("ab", text, "c")), tokenizer, OPTIONS)
     end = tokenizer.eos_id
     assert _tokens(folder, 0) == [*b"ab", end, *text.encode(), end, *b"c", end]
     assert np.load(part_file(folder, 0, "lengths.npy")).tolist() == [3, len(text.encode()) + 1, 2]
@@ -239,18 +237,11 @@ with open("/proc/self/status") as file:  # Unlike ru_maxrss, without the parent'
 """
 
 
-_LINES = {
-    "text with emoji": ("it's “Grüße 🙂”, and more words, ", 2_500_000),
-    "emoji": ("🙂👩‍👧🙃", 5_300_000),
-}
-
-
 @pytest.mark.slow  # Encodes 100 MB.
-@pytest.mark.parametrize(("text", "times"), _LINES.values(), ids=_LINES)
-def test_a_line_of_100_mb_takes_less_than_500_mb_of_memory(tmp_path, text, times):
+def test_a_line_of_100_mb_takes_less_than_a_gigabyte_of_memory(tmp_path):
     path = tmp_path / "a.jsonl"
     with open(path, "w", encoding="utf-8") as file:
-        file.write('{"text": "' + text * times + '"}\n')
+        file.write('{"text": "' + "it's “Grüße 🙂”, and more words, " * 2_500_000 + '"}\n')
     assert path.stat().st_size > 100_000_000
     result = subprocess.run(
         [sys.executable, "-c", _PREPARE, str(path)],
@@ -259,4 +250,4 @@ def test_a_line_of_100_mb_takes_less_than_500_mb_of_memory(tmp_path, text, times
         text=True,
         check=True,
     )
-    assert int(result.stdout) < 500_000  # kB; Python's text alone had 400 MB, its tokens 20 GB.
+    assert int(result.stdout) < 1_000_000  # kB; Python's text has 400 MB, its tokens had 20 GB.
