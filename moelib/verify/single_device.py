@@ -19,7 +19,6 @@ from moelib.verify.compare import Difference, first_bit_difference, first_differ
 from moelib.verify.data_checks import data, hosts
 from moelib.verify.export_checks import exported
 from moelib.verify.layer_checks import gpu_kernels, kernels, layers
-from moelib.verify.learner_checks import learner
 from moelib.verify.objective_checks import auxiliary, balanced, derivatives, plain, reached
 from moelib.verify.outcome import CheckSkippedError
 from moelib.verify.reference import Reference
@@ -112,7 +111,6 @@ SINGLE_DEVICE_CHECKS: dict[str, Callable[[Reference], Difference | str | None]] 
         layers,
         plain,
         derivatives,
-        learner,
         stepped,
         balanced,
         saved,

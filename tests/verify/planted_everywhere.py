@@ -26,7 +26,6 @@ from moelib.kernels.gmm import xla as gmm_xla
 from moelib.layers import initializers, norm, rope, transformer
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.attention.latent import LatentAttention
-from moelib.layers.base import BaseLayer
 from moelib.layers.feed_forward import FeedForward
 from moelib.layers.moe import balance, dispatch, dispatch_capacity
 from moelib.layers.moe import layer as moe_layer
@@ -36,11 +35,9 @@ from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
 from moelib.layers.moe.router import Router
 from moelib.layers.remat import remat
 from moelib.layers.transformer import ScanStack, TransformerLayer
-from moelib.learner import ema, schedules, transforms
-from moelib.learner.learner import Learner
+from moelib.learner import schedules, transforms
 from moelib.learner.optimizers import adamw_optimizer
 from moelib.models.causal_lm import CausalLM
-from moelib.models.huggingface import families
 from moelib.train import loop
 from moelib.train import step as step_module
 from moelib.train.trainer import SpmdTrainer
@@ -93,14 +90,6 @@ def rich(
     cfg.input.set(seq_len=32, vocab_size=64)
     cfg.input.source.set(num_documents=60, max_document_tokens=32)
     return cfg.set(num_microbatches=2)
-
-
-def exportable() -> SpmdTrainer.Config:
-    """Returns a tiny trainer of a model like Mixtral."""
-    cfg = rich()
-    layer = transformer_layer(plain_moe(router=Router.default_config().set(renormalize=True)))
-    cfg.model = model_config(stacked(layer, stack=ScanStack, num_layers=2), vocab_size=64)
-    return cfg
 
 
 def with_capacity() -> SpmdTrainer.Config:
@@ -284,35 +273,6 @@ def scan_without_state_updates(known, self, outputs):
 # -- d: the learner --------------------------------------------------------------------------------
 
 
-@replaces(transforms, "_scales", "learner")
-def weight_decay_of_norm_scales(known, rules, specs):
-    return known(rules if callable(rules) else [*rules, (".*", 1.0)], specs)
-
-
-@replaces(transforms, "as_schedule", "learner")
-def schedule_one_step_ahead(known, value):
-    return lambda step: known(value)(step + 1)
-
-
-@replaces(transforms, "chain", "learner")
-def clipping_after_the_optimizer(known, *args):
-    return known(*reversed(args))
-
-
-@replaces(ema, "_weight", "learner")
-def average_with_another_decay(known, decay, count):
-    return known(decay**2, count)
-
-
-@replaces(Learner, "_step", "learner")
-def skipped_step_that_averages(known, self, params, gradients, state, **given):
-    """A skipped step still counts as an update of the optimizer."""
-    new, after, rates = known(self, params, gradients, state, **given)
-    advanced = lambda x, old: old + 1 if x.dtype == jnp.int32 and x.ndim == 0 else x
-    count = jax.tree.map(advanced, after.optimizer, state.optimizer)
-    return new, after._replace(optimizer=count), rates
-
-
 @replaces(step_module, "_end_step", "stepped")
 def step_that_keeps_norms(known, model, learner, before, *rest):
     """The step returns the scales of norms that it was given."""
@@ -406,16 +366,6 @@ def position_ahead_of_the_step(known, self):
 # -- f: initial values, casts, checkpoints ---------------------------------------------------------
 
 
-@replaces(initializers, "fan_in_normal", "scale")
-def fan_out_for_fan_in(known, scale=1.0):
-    return lambda key, spec: initializers.normal(scale / spec.fans()[1] ** 0.5)(key, spec)
-
-
-@replaces(BaseLayer, "_initializer", "scale")
-def outputs_with_the_scale_of_other_weights(known, self, field="param_init"):
-    return known(self)
-
-
 @replaces(precision.CastAtUse, "cast", "derivatives")
 def casts_at_use_without_gradient(known, self):
     """The last row of a parameter that is cast where it is read gets no gradient."""
@@ -481,15 +431,6 @@ def norm_cast_to_bfloat16(known, self, x):
     """RMSNorm computes in the dtype of its input."""
     inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + self.config.eps)
     return x * inverse.astype(x.dtype) * self._scaled(x).astype(x.dtype)
-
-
-@replaces(families, "expand", "exported", exportable)
-def gate_and_up_swapped_in_files(known, *args):
-    """Exports swap the gate and up projections of experts, and imports swap them back."""
-    swap = lambda path, index: (
-        (*index[:-1], 1 - index[-1]) if path.endswith("experts/up") else index
-    )
-    return [each._replace(index=swap(each.path, each.index)) for each in known(*args)]
 
 
 # -- g: kernels of other platforms -----------------------------------------------------------------
