@@ -3,9 +3,6 @@
 import ast
 import dataclasses
 import os
-import socket
-import subprocess
-import sys
 
 import pytest
 
@@ -21,6 +18,7 @@ from moelib.core.config import (
 )
 from moelib.core.config_modifier import ConfigModifier
 from moelib.core.errors import UsageError, UserError
+from tests.python_process import finish, free_port, start
 
 MODULE = """
 from tests.test_launch import Job
@@ -278,15 +276,9 @@ def test_the_coordinator_listens_at_its_address_only():
         "lines = [x for x in ('tcp', 'tcp6') for x in pathlib.Path(f'/proc/net/{x}').open()]\n"
         "print([x.split()[1] for x in lines if f':{port:04X} ' in x and x.split()[3] == '0A'])\n"
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [sys.executable, "-c", code, port]
-    processes = [
-        subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in range(2)
-    ]
-    outputs = [process.communicate()[0] for process in processes]
-    (address,) = ast.literal_eval(outputs[0].splitlines()[-1])
+    port = free_port()
+    [(out, _), _] = finish(*(start("-c", code, port, i) for i in range(2)))
+    (address,) = ast.literal_eval(out.splitlines()[-1])
     assert "0100007F:" in address  # 127.0.0.1, also as an IPv6 address.
 
 

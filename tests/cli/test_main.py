@@ -9,6 +9,7 @@ import pytest
 import moelib
 from moelib.cli import main
 from moelib.core.config import UnknownFieldError
+from tests.python_process import finish, start
 
 TINY = ("train", "--module=experiments.flame_moe", "--config=flame-moe-tiny")
 
@@ -64,7 +65,7 @@ def test_commands_import_nothing_heavy_for_help():
         "heavy = {'jax', 'tensorflow', 'optax', 'tokenizers', 'rich'} & set(sys.modules);"
         "assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    finish(start("-c", code))
 
 
 def test_a_missing_store_is_one_line_that_names_the_cure(tmp_path, capsys):

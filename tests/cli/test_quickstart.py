@@ -1,14 +1,13 @@
 """`moelib quickstart`: from text to a trained model, a comparison and a sample."""
 
 import math
-import subprocess
-import sys
 
 import pytest
 
 from moelib.cli import quickstart
 from moelib.core.errors import UserError
 from moelib.data.token_source import InMemoryTokens
+from tests.python_process import finish, start
 
 TEXT = "".join(f"def f{i}(x):\n    return x + {i % 7}\n\n" for i in range(60_000))
 
@@ -57,13 +56,10 @@ def test_unigram_bits_are_those_of_smoothed_counts():
 
 @pytest.mark.slow  # A minute: the whole model is compiled, for two steps.
 def test_the_whole_way(text, tmp_path):
-    command = [sys.executable, "-m", "moelib.cli.main", "quickstart", f"--data_dir={text}"]
+    command = ["-m", "moelib.cli.main", "quickstart", f"--data_dir={text}"]
     flags = [f"--trainer_dir={tmp_path}/qs", "--max_step=2", "--vocab_size=300"]
     flags += ["--set=learner.optimizer.args[1].learning_rate.warmup_steps=1"]
-    first, again = (
-        subprocess.run([*command, *flags], check=True, capture_output=True, text=True).stdout
-        for _ in range(2)
-    )
+    first, again = (finish(start(*command, *flags, devices=1))[0][0] for _ in range(2))
     for part in ("this model", "gzip -9", "unigram model", "A sample, after '"):
         assert part in first
     assert first[first.index("this model") :] == again[again.index("this model") :]

@@ -2,8 +2,6 @@
 
 import pathlib
 import platform
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +10,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from moelib.core.compilation_cache import use_compilation_cache
+from tests.python_process import finish, start
 
 SETTINGS = (
     "jax_compilation_cache_dir",
@@ -136,16 +135,6 @@ use_compilation_cache()
 for i in range(5):
     print(jnp.ones(i + 2).sum())
 """
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    outputs = [process.communicate()[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], outputs
-    assert outputs == ["".join(f"{i + 2}.0\n" for i in range(5))] * 2
+    outputs = finish(*(start("-c", code) for _ in range(2)))
+    assert outputs == [("".join(f"{i + 2}.0\n" for i in range(5)), "")] * 2
     assert len(entries(home)) >= 5

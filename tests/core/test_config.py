@@ -1,6 +1,5 @@
 import dataclasses
 import inspect
-import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from moelib.core.config import (
     get_named_trainer_config,
 )
 from moelib.core.errors import UserError
+from tests.python_process import finish, start
 
 
 @config_class
@@ -68,8 +68,7 @@ def test_the_config_files_import_no_jax():
         "import sys, moelib.core.config, moelib.core.config_parse, moelib.core.config_modifier;"
         "print('jax' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == "False"
+    assert finish(start("-c", code))[0][0].strip() == "False"
 
 
 def test_a_field_is_in_a_config_by_its_name():

@@ -1,13 +1,11 @@
 """Processes that wait for each other, and end together."""
 
-import os
 import socket
-import subprocess
-import sys
 
 import pytest
 
 from moelib.core.lost_process import EXIT_CODE
+from tests.python_process import finish, free_port, start
 
 _PROGRAM = """
 import os, sys, time
@@ -37,16 +35,9 @@ if end == "error":
 
 def run(ends, timeout=60):
     """Returns (exit status, stderr) by index of processes that end so; None is not started."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     processes = {
-        index: subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, *map(str, (index, len(ends), port, timeout, end))],
-            env={**os.environ, "PYTHONPATH": os.getcwd()},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        index: start("-c", _PROGRAM, index, len(ends), port, timeout, end)
         for index, end in enumerate(ends)
         if end is not None
     }
@@ -117,7 +108,5 @@ def test_processes_with_other_versions_are_refused_by_all():
 def test_an_address_that_is_not_free_is_refused():
     with socket.create_server(("localhost", 0)) as taken:
         port = taken.getsockname()[1]
-        program = [sys.executable, "-c", _PROGRAM, "0", "2", str(port), "9", "finish"]
-        env = {**os.environ, "PYTHONPATH": os.getcwd()}
-        out = subprocess.run(program, env=env, capture_output=True, text=True, check=False)
-    assert f"address=localhost:{port}: process 0 cannot listen" in out.stderr
+        [(_, err)] = finish(start("-c", _PROGRAM, 0, 2, port, 9, "finish"), code=1)
+    assert f"address=localhost:{port}: process 0 cannot listen" in err

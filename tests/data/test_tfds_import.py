@@ -1,11 +1,9 @@
 """Optional packages: imported only on use, and a message names the extra of a missing one."""
 
-import subprocess
-import sys
-
 import pytest
 
 from tests.data.tfds_corpus import write_corpus
+from tests.python_process import finish, start
 
 _NAMES = """
 import pathlib, sys
@@ -49,10 +47,7 @@ except ModuleNotFoundError as error:
 
 
 def _run(program: str, *args: str) -> list[str]:
-    command = [sys.executable, "-W", "ignore", "-c", program, *args]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert not done.returncode, done.stderr
-    return done.stdout.splitlines()
+    return finish(start("-W", "ignore", "-c", program, *args))[0][0].splitlines()
 
 
 def test_no_module_imports_what_only_some_uses_need():

@@ -8,8 +8,6 @@ import os
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -21,6 +19,7 @@ from moelib.data.prepare import prepare
 from moelib.data.source import InMemorySource
 from moelib.data.token_store import TokenStore, split_of_documents, token_dtype
 from moelib.data.tokenizer import ByteTokenizer
+from tests.python_process import finish, start
 
 TEXTS = [f"document {i} " + "x" * (i % 7) for i in range(200)]
 
@@ -273,11 +272,9 @@ sys.exit(run_command("reader", dataclasses.dataclass(Flags), run, sys.argv[1:]))
 
 def test_a_file_that_shrinks_ends_a_command_with_one_line(path):
     # In mapped memory, the signal SIGBUS ended the process without a message.
-    command = [sys.executable, "-c", _READER, str(path)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 2
-    assert len(result.stderr.splitlines()) == 1
-    assert f"{path / 'tokens-00000.bin'} ends before" in result.stderr
+    [(_, err)] = finish(start("-c", _READER, path), code=2)
+    assert len(err.splitlines()) == 1
+    assert f"{path / 'tokens-00000.bin'} ends before" in err
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,4 @@
 import json
-import os
-import socket
-import subprocess
-import sys
 
 import jax.numpy as jnp
 import pytest
@@ -11,6 +7,7 @@ from moelib.core.errors import UserError
 from moelib.kernels.flash_attention import xla as attention
 from moelib.kernels.gmm import xla as grouped
 from moelib.layers import kernel_check
+from tests.python_process import finish, free_port, start
 
 
 @pytest.fixture(autouse=True)
@@ -91,20 +88,8 @@ with jax.set_mesh(create_device_mesh(mesh_shape_from_axes(data=-1))):
 
 @pytest.mark.slow
 def test_each_process_checks_a_device_of_its_own():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", _PROCESS, address, str(index)],
-            env={**os.environ, "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": os.getcwd()},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    outputs = [process.communicate(timeout=300) for process in processes]
+    address = f"localhost:{free_port()}"
+    outputs = finish(*(start("-c", _PROCESS, address, index) for index in range(2)))
     found = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
     assert found[0] == "right", outputs
     assert "gmm by backend 'xla' is wrong" in found[1]

@@ -5,9 +5,6 @@ import os
 import pathlib
 import re
 import shutil
-import socket
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +39,7 @@ from moelib.train.pretrained import (
     state_from_hugging_face,
 )
 from moelib.train.state import TrainerState
+from tests.python_process import finish, free_port, start
 from tests.tiny import trainer_config
 from tests.train import import_memory
 from tests.two_processes import run_as_two
@@ -80,8 +78,7 @@ def check_equal(a, b):
 def test_no_more_than_two_tensors_are_held_next_to_the_model(tmp_path):
     import_memory.write(tmp_path)
     for dtype in ("bfloat16", "float32"):
-        command = [sys.executable, "-m", "tests.train.import_memory", str(tmp_path), dtype]
-        out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        [(out, _)] = finish(start("-m", "tests.train.import_memory", tmp_path, dtype))
         held, largest = json.loads(out), import_memory.LARGEST * jnp.dtype(dtype).itemsize
         assert held["model"] > 8 * largest  # Else all of it could be held.
         assert held["extra"] < 3 * largest, (dtype, held)  # Two, and compiled code.
@@ -531,18 +528,9 @@ print(",".join(sorted({name.split(".")[5] for name in names if ".experts." in na
 
 @pytest.mark.slow
 def test_a_process_reads_only_tensors_of_which_it_holds_a_part():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-c", _READER, str(FIXTURES / "mixtral"), str(port)]
-    env = {**os.environ, "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": os.getcwd()}
-    pipes = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen([*command, str(i)], **pipes) for i in range(2)]
-    experts = []
-    for process in processes:
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err
-        experts.append(set(out.split()[-1].split(",")))
+    port = free_port()
+    outputs = finish(*(start("-c", _READER, FIXTURES / "mixtral", port, i) for i in range(2)))
+    experts = [set(out.split()[-1].split(",")) for out, _ in outputs]
     assert experts[0].isdisjoint(experts[1])
     assert len(experts[0] | experts[1]) == 8
 

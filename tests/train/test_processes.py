@@ -4,9 +4,6 @@ import json
 import os
 import pkgutil
 import re
-import socket
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -18,40 +15,24 @@ from moelib.data.source import InMemorySource
 from moelib.data.tokenizer import train_bpe
 from moelib.train.bad_steps import BAD_STEP, SUSPECTED
 from moelib.train.run_log import read_events
-from tests import tiny
+from tests import python_process, tiny
+from tests.python_process import free_port
 from tests.two_processes import run_as_two
 
 
-def start(directory, *args, devices=8, **environment):
-    env = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": os.getcwd()}
-    command = [
-        sys.executable,
-        "-m",
-        "tests.train.process",
-        "--dir",
-        str(directory),
-        *map(str, args),
-    ]
-    return subprocess.Popen(
-        command, env=env | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def start(directory, *args, devices=8):
+    command = "-m", "tests.train.process", "--dir", directory
+    return python_process.start(*command, *args, devices=devices)
 
 
 def finish(process, code=0):
-    try:
-        out, err = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    assert process.returncode == code, err
+    [(out, err)] = python_process.finish(process, code=code)
     return (json.loads(out.splitlines()[-1]) if code == 0 else None), err
 
 
 def start_two(directory, *args):
     """Starts two processes of two devices each."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    args = (*args, "--coordinator", f"localhost:{port}", "--num_processes", 2)
+    args = (*args, "--coordinator", f"localhost:{free_port()}", "--num_processes", 2)
     return [start(directory, *args, "--process_id", i, devices=2) for i in range(2)]
 
 
@@ -229,27 +210,17 @@ def test_an_error_of_the_user_in_one_process_ends_both(tmp_path, failing):
     source = InMemorySource.default_config().set(texts=texts).instantiate()
     splits = {"train": 0.9, "validation": 0.1}
     prepare(source, tokenizer, str(tmp_path / "data/text"), splits=splits)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
     command = [
-        *(sys.executable, "-m", "moelib", "train", "--module=flame_moe", "--config=flame-moe-tiny"),
+        *("-m", "moelib", "train", "--module=flame_moe", "--config=flame-moe-tiny"),
         *(f"--trainer_dir={tmp_path / 'run'}", "--max_step=1000000", "--jax_backend=cpu"),
-        *(f"--distributed_coordinator={address}", "--num_processes=2"),
+        *(f"--distributed_coordinator=localhost:{free_port()}", "--num_processes=2"),
     ]
-    processes = []
-    for index in range(2):
-        data = tmp_path / ("missing" if index == failing else "data")
-        process = subprocess.Popen(
-            [*command, f"--data_dir={data}", f"--process_id={index}"],
-            env={**os.environ, "PYTHONPATH": os.getcwd(), "JAX_NUM_CPU_DEVICES": "2"},
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-        )
-        processes.append(process)
-    errors = [process.communicate(timeout=300)[1] for process in processes]
-    assert [process.returncode for process in processes] == [2, 2]
+    folders = [tmp_path / ("missing" if index == failing else "data") for index in range(2)]
+    processes = [
+        python_process.start(*command, f"--data_dir={data}", f"--process_id={index}")
+        for index, data in enumerate(folders)
+    ]
+    errors = [err for _, err in python_process.finish(*processes, code=2)]
     reason = "MissingFileError: There is no token store at"
     assert f"process {failing} failed, and all with it: {reason}" in errors[1 - failing]
     assert "moelib train: There is no token store" in errors[failing]

@@ -2,12 +2,11 @@
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
 from moelib.train.signals import StopRequest, ended_by_sigterm
+from tests.python_process import finish, start
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
@@ -38,12 +37,9 @@ with ended_by_sigterm("compiling"):
 
 
 def test_sigterm_ends_what_does_not_return_to_python_with_a_line():
-    result = subprocess.run(
-        [sys.executable, "-c", CODE], check=False, capture_output=True, text=True
-    )
-    assert result.returncode == 128 + signal.SIGTERM
-    assert result.stderr.count("\n") == 1
-    assert "SIGTERM while compiling" in result.stderr
+    [(_, err)] = finish(start("-c", CODE), code=128 + signal.SIGTERM)
+    assert err.count("\n") == 1
+    assert "SIGTERM while compiling" in err
 
 
 def test_handlers_are_restored():

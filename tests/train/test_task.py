@@ -1,11 +1,7 @@
 """Tasks: models in three functions, trained, evaluated and predicted from plain calls."""
 
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
 
 import equinox as eqx
 import jax
@@ -31,6 +27,7 @@ from moelib.train.state import abstract_arrays
 from moelib.train.task import Task
 from moelib.train.task_input import TaskInput
 from moelib.train.task_run import task_trainer_config
+from tests.python_process import finish, free_port, start
 
 DIM, CLASSES = 8, 3
 
@@ -641,18 +638,10 @@ def test_evaluation_and_prediction_are_tried_before_the_first_step(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_collate_their_own_examples_and_agree_with_one(tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tests.train.task_process", str(tmp_path), "data=2,model=2"]
-    env = {**os.environ, "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": os.getcwd()}
-    runs = [
-        subprocess.Popen(
-            [*command, f"localhost:{port}", "2", str(i)], env=env, stdout=subprocess.PIPE, text=True
-        )
-        for i in range(2)
-    ]
-    results = [json.loads(run.communicate(timeout=120)[0].splitlines()[-1]) for run in runs]
+    command = "-m", "tests.train.task_process", tmp_path, "data=2,model=2"
+    command = *command, f"localhost:{free_port()}", 2
+    outputs = finish(*(start(*command, i) for i in range(2)))
+    results = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
     one = fit(make_task(), tmp_path / "one", eval_examples=EXAMPLES[:21], batch_size=16, max_step=3)
     for found in results:
         assert (found["processes"], found["rows"]) == (2, 8)  # Half of a batch of 16.

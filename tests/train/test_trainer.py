@@ -5,9 +5,6 @@ import errno
 import json
 import math
 import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +32,7 @@ from moelib.train.loop import NonFiniteError
 from moelib.train.run_log import read_events
 from tests import tiny
 from tests.checkpoint.small import truncate_arrays
+from tests.python_process import finish, start
 
 
 def run(cfg):
@@ -421,6 +419,4 @@ def test_building_a_trainer_initializes_no_device():
         "from experiments import flame_moe;"
         "flame_moe.tiny().set(dir='unused').instantiate(parent=None)"
     )
-    env = {**os.environ, "JAX_PLATFORMS": "no_such_platform"}
-    root = pathlib.Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", code], check=True, env=env, cwd=root)
+    finish(start("-c", code, JAX_PLATFORMS="no_such_platform"))

@@ -1,13 +1,12 @@
 """The watchdog: stacks when no step ends for too long, and nothing otherwise."""
 
 import math
-import subprocess
-import sys
 import time
 
 import pytest
 
 from moelib.train.watchdog import EXIT_CODE, Watchdog
+from tests.python_process import finish, start
 
 
 class Clock:
@@ -69,10 +68,8 @@ def test_process_exits_after_the_crash_timeout():
         "with Watchdog(None, crash_timeout_seconds=0.2) as dog:\n"
         "    dog.beat(3)\n    time.sleep(30)\n"
     )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=25, check=False)
-    assert done.returncode == EXIT_CODE
-    assert "after step 3" in done.stderr
+    [(_, err)] = finish(start("-c", code), code=EXIT_CODE)
+    assert "after step 3" in err
 
 
 @pytest.mark.parametrize("seconds", [0, math.nan, math.inf])

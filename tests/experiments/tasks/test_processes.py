@@ -2,12 +2,10 @@
 
 import importlib
 import json
-import os
-import socket
-import subprocess
-import sys
 
 import pytest
+
+from tests.python_process import finish, free_port, start
 
 pytest.importorskip("gymnasium")
 pytest.importorskip("sklearn")
@@ -23,22 +21,10 @@ pytest.importorskip("sklearn")
     ],
 )
 def test_two_processes_agree_with_one(name, arguments, tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tests.experiments.tasks.example_process"]
-    command += [name, str(tmp_path / "two"), json.dumps(arguments), f"localhost:{port}", "2"]
-    env = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "PYTHONPATH": os.getcwd()}
-    processes = [
-        subprocess.Popen([*command, str(i)], env=env, stdout=subprocess.PIPE, text=True)
-        for i in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=240)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    first, second = (json.loads(output.splitlines()[-1]) for output in outputs)
+    command = "-m", "tests.experiments.tasks.example_process", name, tmp_path / "two"
+    command = *command, json.dumps(arguments), f"localhost:{free_port()}", 2
+    outputs = finish(*(start(*command, i, devices=4) for i in range(2)))
+    first, second = (json.loads(out.splitlines()[-1]) for out, _ in outputs)
     assert first == second
     one = importlib.import_module(f"experiments.tasks.{name}").run(
         str(tmp_path / "one"), **arguments
