@@ -1,13 +1,17 @@
-"""Analyses of planted logs: series over steps, and what is missing or does not compare."""
+"""Analyses of planted logs: series over steps, their report, and what does not compare."""
 
 import json
 import os
+import re
 import shutil
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
+from moelib.analysis.figures import save_figure
 from moelib.analysis.routing import Settings, analyze, open_logs, write_analysis
+from moelib.analysis.routing_report import plot
 from moelib.core.errors import UserError
 from moelib.core.routing_file import clear_log, log_folder
 from tests.analysis.planted import LAYER, plant
@@ -185,3 +189,28 @@ def test_a_log_of_padding_only_is_refused(tmp_path):
     plant(tmp_path, 10, none, TOKENS, mask=np.zeros((2, 4), bool))
     with pytest.raises(UserError, match="padding"):
         analyzed(tmp_path)
+
+
+def test_an_svg_has_the_same_bytes_every_time(tmp_path):
+    texts = []
+    for name in ("a.svg", "b.svg"):
+        figure = Figure()
+        figure.subplots().plot([1, 2], [3, 4])
+        save_figure(figure, str(tmp_path / name))
+        texts.append((tmp_path / name).read_bytes())
+    assert texts[0] == texts[1]
+
+
+def test_a_plot_has_the_same_bytes_every_time(tmp_path):
+    layers = {"layer0": {"max_violation": [0.5, None, 0.25]}}
+    files = [tmp_path / name for name in ("a.svg", "b.svg")]
+    for file in files:
+        plot(str(file), "load", [1, 2, 3], layers)
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_many_layers_have_many_colors(tmp_path):
+    layers = {f"layer{i}": {"1": [0.1 * i, 1.0]} for i in range(12)}
+    plot(str(tmp_path / "a.svg"), "saturation", [1, 2], layers)
+    lines = re.findall(r"stroke: (#\w+); stroke-width: 1.5", (tmp_path / "a.svg").read_text())
+    assert len(set(lines)) == 12

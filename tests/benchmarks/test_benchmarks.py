@@ -1,6 +1,8 @@
-"""The benchmarks: sizes, FLOPs and gradients of cases, and alternate measurements."""
+"""The benchmarks: cases and measurements, calibration, tiny runs and counts of lines."""
 
 import dataclasses
+import pathlib
+import re
 import types
 
 import jax
@@ -10,10 +12,17 @@ import pytest
 
 from benchmarks import __main__ as bench
 from benchmarks import cases as bench_cases
-from benchmarks import measure
+from benchmarks import measure, task_lines, tiny_runs
+from benchmarks.calibration import as_markdown, calibrate
+from benchmarks.published_runs import EXCLUDED, PUBLISHED_RUNS
 from benchmarks.sizes import Sizes, check_sizes, describe
+from experiments.flame_moe import named_trainer_configs
+from moelib.core import tree
+from moelib.core.command_line import run_command
 from moelib.core.errors import UsageError
+from moelib.core.metrics_file import read_metrics
 from moelib.layers.moe.dispatch import SortedDispatcher
+from moelib.layers.moe.layer import MoELayer
 from moelib.models.cost import model_cost
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 
@@ -164,3 +173,119 @@ def test_the_routing_is_named_where_it_is_used():
 def test_an_unknown_benchmark_names_the_known_ones():
     with pytest.raises(UsageError, match="'stpe'"):
         bench.run(bench.Flags(), ["stpe"])
+
+
+SOURCE = '''"""Docstring
+of two lines."""
+
+import os  # Counted.
+
+# A comment.
+
+
+def f(
+    x,
+):
+    """Docstring."""
+
+    text = """not
+    a docstring"""
+    return x, text
+'''
+
+
+def test_blank_lines_comments_and_docstrings_are_not_counted():
+    assert task_lines.code_lines(SOURCE) == 1 + 3 + 2 + 1
+
+
+def test_no_example_is_longer_than_that_of_redcoast():
+    rows = task_lines.count()
+    assert len(rows) == len(task_lines.PARADIGMS)
+    for name, ours, theirs in rows:
+        assert ours <= theirs, name
+    assert sum(ours <= 120 for _, ours, _ in rows) > len(rows) / 2
+
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs/calibration.md"
+
+
+@pytest.mark.slow
+def test_a_small_run_is_within_its_range():
+    (found,) = calibrate(PUBLISHED_RUNS[:1])
+    assert found.contained
+    low, high = found.estimate.tokens_per_second
+    assert low < 5640 < high
+    assert found.width == pytest.approx(high / low)
+    text = as_markdown([found], EXCLUDED)
+    assert "in 1 of 1 rows" in text
+    assert "| gpt-oss-3b-v6e4 |" in text
+
+
+def test_the_page_contains_eight_of_ten_with_no_wide_range():
+    text = PAGE.read_text()
+    within, runs = map(int, re.search(r"(\d+) of (\d+)\s+rows", text).groups())
+    assert runs == len(PUBLISHED_RUNS) >= 10
+    assert within >= 0.8 * runs
+    rows = [line.split("|") for line in text.splitlines() if line.count("|") == 16]
+    rows = [row for row in rows if re.fullmatch(r"[\d. ]+", row[9])]
+    assert len(rows) == runs
+    # On two nodes, compute, memory and links of qwen3-30b-a3b take 2.8, 3.3 and 2.2 s at their
+    # peaks: their sum is 2.5 times their maximum before any efficiency.
+    wide = [(row[2].strip(), row[3].strip()) for row in rows if float(row[9]) >= 5]
+    assert wide == [("qwen3-30b-a3b", "h100:2x8")]
+    assert all(float(row[9]) < 5.5 for row in rows)
+
+
+@pytest.mark.slow
+def test_the_page_is_up_to_date():
+    assert as_markdown(calibrate(PUBLISHED_RUNS), EXCLUDED) == PAGE.read_text()
+
+
+def test_all_models_are_named():
+    names = set(named_trainer_configs()) - {"flame-moe-tiny"}
+    assert set(tiny_runs.NAMES) == names
+    assert len(names) == 7 + 4
+
+
+@pytest.mark.parametrize("name", tiny_runs.NAMES)
+def test_layers_and_experts_are_those_of_the_config(name):
+    own = named_trainer_configs()[name]()
+    small = tiny_runs.tiny_config(name, "unused", steps=8, num_devices=1)
+    layer, tiny = (cfg.model.decoder.block[0].feed_forward for cfg in (own, small))
+    assert type(layer) is type(tiny)
+    if isinstance(layer, MoELayer.Config):
+        assert tiny.num_experts == layer.num_experts == 64
+        assert tiny.num_experts_per_token == layer.num_experts_per_token == 6
+        assert tiny.load_balance_loss == layer.load_balance_loss
+    assert small.model.decoder.num_layers == own.model.decoder.num_layers
+    assert small.model.dim == own.model.dim // 32
+
+
+def test_models_have_different_sizes():
+    sizes = []
+    for name in tiny_runs.NAMES:
+        small = tiny_runs.tiny_config(name, "unused", steps=8, num_devices=1)
+        model = small.model.clone(name="model").instantiate(parent=None)
+        sizes.append(tree.count_elements(model.create_parameter_specs_recursively()))
+    assert sizes[:7] == sorted(set(sizes[:7]))  # Of FLAME-MoE, in the order of their names.
+    assert sizes[7:] == sorted(set(sizes[7:]))
+    assert max(sizes) < 20_000_000
+
+
+@pytest.mark.slow
+def test_every_model_is_trained(tmp_path, capsys):
+    flags = [f"--folder={tmp_path}"]
+    status = run_command("tiny_runs", tiny_runs.Flags, tiny_runs.run, flags)
+    assert status == 0
+    table = capsys.readouterr().out.partition("Tiny runs")[2]
+    for name in tiny_runs.NAMES:
+        assert name in table
+        steps = [line["step"] for line in read_metrics(str(tmp_path / name), ["loss"])]
+        assert steps[:8] == list(range(1, 9))
+        report = tmp_path / name / "analysis/routing/report.md"
+        assert report.exists() == name.startswith("flame-moe")
+
+
+def test_a_part_that_no_name_has_is_refused(capsys):
+    assert run_command("tiny_runs", tiny_runs.Flags, tiny_runs.run, ["--only=none"]) == 2
+    assert "--only=none" in capsys.readouterr().err

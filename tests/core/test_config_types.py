@@ -2,6 +2,7 @@ import collections
 import dataclasses
 import enum
 import functools
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
@@ -12,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from experiments import flame_moe
 from moelib.core.config import (
     REQUIRED,
     ConfigBase,
@@ -30,6 +32,7 @@ from moelib.core.config_types import (
     resolve_reference,
     validate_value,
 )
+from moelib.core.module_names import find_module
 
 T = TypeVar("T")
 
@@ -262,3 +265,17 @@ def test_an_error_inside_a_referenced_module_is_its_own(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_package_of_a_user"):
         resolve_reference("broken_module_of_a_user:x")
+
+
+@pytest.mark.parametrize("package", ["experiments", "moelib_experiments"])
+def test_named_configs_are_found_under_the_name_of_repository_and_wheel(package):
+    # An editable installation has both names; otherwise one of them stands for the other.
+    found = find_module(f"{package}.flame_moe")
+    assert found in ("experiments.flame_moe", "moelib_experiments.flame_moe")
+    config = resolve_reference(f"{package}.flame_moe:tiny")
+    assert inspect.getsourcefile(config) == flame_moe.__file__
+
+
+@pytest.mark.parametrize("name", ["experiments.nothing", "json.nothing", "json.decoder.nothing"])
+def test_a_module_that_does_not_exist_is_not_found(name):
+    assert find_module(name) is None

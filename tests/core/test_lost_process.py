@@ -1,10 +1,11 @@
-"""Processes that wait for each other, and end together."""
+"""Processes that wait for each other, compare their versions, and end together."""
 
 import socket
 
 import pytest
 
 from moelib.core.lost_process import EXIT_CODE
+from moelib.core.versions import library_versions
 from tests.python_process import finish, free_port, start
 
 _PROGRAM = """
@@ -110,3 +111,9 @@ def test_an_address_that_is_not_free_is_refused():
         port = taken.getsockname()[1]
         [(_, err)] = finish(start("-c", _PROGRAM, 0, 2, port, 9, "finish"), code=1)
     assert f"address=localhost:{port}: process 0 cannot listen" in err
+
+
+def test_libraries_that_affect_the_numbers_have_versions():
+    versions = library_versions()
+    assert {"python", "moelib", "jax", "orbax-checkpoint"} <= versions.keys()
+    assert all(version[0].isdigit() for version in versions.values())

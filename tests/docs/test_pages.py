@@ -1,5 +1,6 @@
-"""All pages and the README: lines, navigation, and the commands that they show."""
+"""All pages and the README: lines, navigation, commands, and names of metrics."""
 
+import ast
 import functools
 import importlib
 import re
@@ -14,6 +15,7 @@ from moelib.cli.main import COMMANDS
 from moelib.core.command_line import TRACEBACK, describe_flags, parse_flags
 from tests import tiny
 from tests.docs import blocks
+from tests.docs.metric_names import NAMES
 
 PAGES = {page.relative_to(ROOT).as_posix(): page for page in pages()}
 FLAG = re.compile(r"(?<![\w-])--(?:no)?([a-z][a-z0-9_]*)(?![\w-])")
@@ -90,3 +92,15 @@ def test_concepts_are_as_many_as_the_page_says():
     page = (ROOT / "docs/concepts.md").read_text(encoding="utf-8")
     assert len(re.findall(r"^## \d+\. ", page, re.MULTILINE)) == 7
     assert "Seven ideas" in page
+
+
+def test_every_name_on_the_page_is_in_the_code():
+    parts = set()
+    for file in (ROOT / "moelib").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                parts |= set(re.split("[/ ]", node.value))
+    assert len(NAMES) == len(set(NAMES)) > 30
+    for name in NAMES:
+        literals = [part for part in re.split("/|<[a-z]+>", name) if part]
+        assert set(literals) <= parts, name

@@ -23,6 +23,8 @@ from moelib.data.token_store import TokenStore
 from moelib.data.tokenizer import END_OF_TEXT, Tokenizer
 from moelib.evaluation.evaler import TaskEvaler
 from moelib.evaluation.evaluate import evaluate
+from moelib.evaluation.evaluations import Metric
+from moelib.evaluation.report import results_of, results_table
 from moelib.train import convert
 from moelib.train.loading import load_model
 from tests import tiny
@@ -207,3 +209,16 @@ def test_lm_eval_gives_our_metrics(model, tmp_path):
 def test_without_lm_eval_the_extra_is_named(model):
     with pytest.raises(UserError, match=r"'moelib\[lm-eval"):
         evaluate(model, ["arc_easy"], lm_eval=True)
+
+
+def test_the_table_has_a_row_for_each_task_and_step():
+    found = {"piqa": {"acc": Metric(0.5, 0.1)}, "text": {"bits_per_byte": Metric(1.25)}}
+    table = results_table("a run", results_of(100, 6400, found) + results_of(200, 12800, found))
+    assert (table.title, table.columns) == ("a run", ("task", "step>", "acc>", "bits_per_byte>"))
+    assert table.rows == [
+        ["piqa", "100", "0.5000 ± 0.1000", ""],
+        ["", "200", "0.5000 ± 0.1000", ""],
+        [],
+        ["text", "100", "", "1.2500"],
+        ["", "200", "", "1.2500"],
+    ]

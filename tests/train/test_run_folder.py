@@ -1,4 +1,4 @@
-"""One run per folder, and per folder of checkpoints, at a time."""
+"""One run per folder, and per folder of checkpoints, at a time; its events."""
 
 import functools
 import os
@@ -9,6 +9,7 @@ from moelib.core.directory_lock import DirectoryInUseError
 from moelib.core.directory_lock import directory_lock as lock
 from moelib.train.fit import fit
 from moelib.train.run_folder import locked_folders
+from moelib.train.run_log import EVENTS_FILE, log_event, read_events
 from tests import tiny
 
 directory_lock = functools.partial(lock, setting="dir (--trainer_dir)")
@@ -42,3 +43,13 @@ def test_checkpoints_inside_the_folder_of_the_run_need_no_lock_of_their_own(tmp_
     assert not checks
     with locked_folders(str(tmp_path), str(tmp_path / "elsewhere" / "checkpoints")) as checks:
         assert len(checks) == 2
+
+
+def test_events_are_read_in_their_order_and_incomplete_lines_are_not(tmp_path):
+    folder = os.fspath(tmp_path)
+    assert read_events(folder) == []
+    log_event(folder, "start", step=0)
+    log_event(folder, "end", step=7)
+    with open(tmp_path / EVENTS_FILE, "a") as file:
+        file.write('[]\n{"time": 1.0, "event": "sta')
+    assert [(x["event"], x["step"]) for x in read_events(folder)] == [("start", 0), ("end", 7)]

@@ -1,4 +1,6 @@
-"""The state: specs, shardings, and keys of any form."""
+"""The state: specs, shardings, and keys of any form; the positions of inputs."""
+
+import json
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +8,10 @@ import numpy as np
 import pytest
 
 from moelib.core.param import is_spec
+from moelib.data.prefetch import HostRows
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
-from moelib.train import state
+from moelib.train import input_state, state
+from moelib.train.input_state import gather_input_state, input_state_of
 from tests import tiny
 
 
@@ -47,3 +51,32 @@ def test_sequence_that_does_not_divide_is_refused():
     mesh = create_device_mesh(mesh_shape_from_axes(data=2, seq=4))
     with pytest.raises(ValueError, match=r"seq_len 18.*'sequence'.*size 18"):
         state.batch_sharding(8, 18, mesh)
+
+
+def gather(monkeypatch, states):
+    """Returns what process 0 saves of all states, [(share, state)]."""
+    monkeypatch.setattr(input_state, "gather_json", lambda mine: list(map(list, states)))
+    num_hosts = 1 + max(share for share, _ in states)
+    return gather_input_state(states[0][1], HostRows(states[0][0], num_hosts))
+
+
+def test_each_share_restores_its_own_position(monkeypatch):
+    states = [{"step": 3, "buffer": "a" * n} for n in (5, 0)]
+    saved = gather(monkeypatch, [(1, states[1]), (0, states[0]), (1, states[1])])
+    assert saved == {"hosts": states}
+    assert json.loads(json.dumps(saved)) == saved
+    for share in (0, 1):
+        assert input_state_of(saved, HostRows(share, 2)) == states[share]
+
+
+@pytest.mark.parametrize("state", [None, {"step": 3, "input": {"seed": 0}}])
+def test_equal_positions_are_saved_once_for_any_number_of_hosts(monkeypatch, state):
+    saved = gather(monkeypatch, [(0, state), (1, state)])
+    assert saved == state
+    assert input_state_of(saved, HostRows(2, 3)) == state
+
+
+def test_another_number_of_hosts_is_refused():
+    saved = {"hosts": [{"step": 1}, {"step": 2}]}
+    with pytest.raises(ValueError, match=r"2 hosts.*4 now"):
+        input_state_of(saved, HostRows(0, 4))

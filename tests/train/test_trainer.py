@@ -1,10 +1,11 @@
-"""Runs: their files, resuming bit for bit and under another mesh, and refused settings."""
+"""Runs: their files, resuming bit for bit and under another mesh, options of the compiler."""
 
 import dataclasses
 import errno
 import json
 import math
 import os
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 
+from experiments import flame_moe
 from moelib.checkpoint.checkpointer import CheckpointSaveError
 from moelib.checkpoint.contents import CheckpointMismatchError, CheckpointRecord
 from moelib.checkpoint.restore import restore_params_only
@@ -24,14 +26,20 @@ from moelib.data.lm_input import LMInput
 from moelib.data.token_source import InMemoryTokens
 from moelib.learner.transforms import chain
 from moelib.operations.runs import list_runs
-from moelib.parallel.mesh import mesh_shape_from_axes
+from moelib.parallel.mesh import HybridMeshShape, mesh_shape_from_axes
 from moelib.planning.hardware.topologies import topology
-from moelib.train.compiler_options import compile_with, default_options, spelled
+from moelib.train.compiler_options import (
+    compile_with,
+    default_options,
+    deterministic_options,
+    spelled,
+)
 from moelib.train.identity import TrainerDirConflictError, identity
 from moelib.train.loop import NonFiniteError
 from moelib.train.run_log import read_events
 from tests import tiny
 from tests.checkpoint.small import truncate_arrays
+from tests.parallel.slices import two_slices
 from tests.python_process import finish, start
 
 
@@ -420,3 +428,45 @@ def test_building_a_trainer_initializes_no_device():
         "flame_moe.tiny().set(dir='unused').instantiate(parent=None)"
     )
     finish(start("-c", code, JAX_PLATFORMS="no_such_platform"))
+
+
+def test_only_gpus_need_options_to_be_deterministic():
+    assert deterministic_options("TPU v5p") == deterministic_options("cpu") == {}
+    assert deterministic_options("NVIDIA H100")["xla_gpu_deterministic_ops"] == "True"
+
+
+def test_the_compiler_knows_the_deterministic_options():
+    lowered = jax.jit(jnp.sum).lower(np.ones(4, np.float32))
+    assert compile_with(lowered, deterministic_options("NVIDIA H100"))(np.ones(4, np.float32)) == 4
+
+
+def test_an_option_that_contradicts_determinism_is_refused(tmp_path, monkeypatch):
+    cfg = tiny.trainer_config(tmp_path).set(deterministic=True)
+    cfg.compiler_options = {"xla_gpu_autotune_level": "4", "xla_gpu_deterministic_ops": "true"}
+    trainer = cfg.instantiate(parent=None)
+    gpu = np.array([SimpleNamespace(device_kind="NVIDIA H100")])
+    monkeypatch.setattr(type(trainer), "mesh", lambda self: SimpleNamespace(devices=gpu))
+    with pytest.raises(ValueError, match=r"xla_gpu_autotune_level=4.*deterministic=True"):
+        trainer.compiler_options()
+    del trainer.config.compiler_options["xla_gpu_autotune_level"]
+    assert trainer.compiler_options().items() >= spelled(deterministic_options("NVIDIA")).items()
+
+
+@pytest.mark.slow
+def test_a_step_lowers_for_two_slices():
+    pytest.importorskip("libtpu")
+    cfg = flame_moe.tiny().set(
+        dir="unused",
+        mesh_shape=HybridMeshShape(
+            ici=mesh_shape_from_axes(expert=2, fsdp=2), dcn=mesh_shape_from_axes(data=2)
+        ),
+    )
+    trainer = cfg.instantiate(parent=None, devices=two_slices())
+    with trainer.on_mesh():
+        text = trainer.trace_train_step().lower().as_text()
+    assert '"data"=2, "expert"=2, "fsdp"=2' in text
+    rows = trainer.batch_sharding.devices_indices_map((8, 128))
+    by_slice = {0: set(), 1: set()}
+    for device, (where, _) in rows.items():
+        by_slice[device.slice_index].add(where.start)
+    assert by_slice == {0: {None, 1, 2, 3}, 1: {4, 5, 6, 7}} or by_slice[0] == {0, 1, 2, 3}

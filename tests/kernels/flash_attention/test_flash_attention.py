@@ -151,3 +151,24 @@ def test_operands_that_make_no_sense_or_have_no_kernel_are_refused(change, named
     options = {name: arrays.pop(name) for name in ("spec", "backend") if name in arrays}
     with pytest.raises(ValueError, match=named):
         jax.eval_shape(lambda x: flash_attention(**x, **{"spec": SPEC} | options), arrays)
+
+
+def test_a_missing_cudnn_is_named_with_its_package(monkeypatch):
+    def missing(*args, **kw):
+        raise RuntimeError("cuDNN is not detected.")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", missing)
+    x = jax.ShapeDtypeStruct((1, 8, 1, 64), jnp.bfloat16)
+    run = lambda x: flash_attention(x, x, x, MaskSpec(1.0), backend="cudnn")
+    with compiled_for(H100), pytest.raises(ValueError, match="nvidia-cudnn-cu13"):
+        jax.eval_shape(run, x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [None, 20])
+def test_values_and_gradients_are_those_of_the_xla_form(window, packed):
+    case = Case(128, 4, 2, 64, window=window, packed=packed, dtype="bfloat16")
+    got = pulled(*operands(case), spec=case.spec(), backend="cudnn")
+    want = pulled(*operands(case), spec=case.spec(), backend="xla")
+    assert_close(got, want, 2**-5)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from moelib.kernels.gmm import gmm, gmm_activated, gmm_input_gradient, gmm_weight_gradient
+from moelib.kernels.gmm.reference import forward, input_gradient, weight_gradient
 from tests.kernels.comparing import assert_close, compiled_for, pulled
 from tests.kernels.gmm.cases import by_group, operands
 
@@ -160,3 +161,22 @@ def test_a_dtype_without_a_kernel_is_refused_on_tpus():
         with pytest.raises(ValueError, match=r"not float16; .*MOELIB_KERNEL_BACKEND=gmm=xla"):
             refused(gmm, HALF)
         refused(gmm, HALF | {"backend": "xla"})
+
+
+SIZES = jnp.asarray([2, 0, 1], jnp.int32)
+LHS = jnp.asarray([[1.0], [2.0], [3.0], [4.0]])
+GRADS = (jnp.asarray([[1.0], [10.0], [100.0], [1000.0]]),)
+RHS = jnp.asarray([1.0, 10.0, 100.0]).reshape(3, 1, 1, 1)
+
+
+def test_each_row_meets_the_matrices_of_its_own_group():
+    out, products = forward(LHS, RHS, SIZES, None, activation=lambda x: x + 1, save=True)
+    np.testing.assert_array_equal(out[:, 0], [2, 3, 301, 0])
+    np.testing.assert_array_equal(products[0][:, 0], [1, 2, 300, 0])
+    np.testing.assert_array_equal(input_gradient(GRADS, RHS, SIZES)[:, 0], [1, 10, 10_000, 0])
+
+
+def test_weight_gradients_sum_over_the_rows_of_each_group():
+    weights, sums = weight_gradient(LHS, GRADS, SIZES, with_sums=True)
+    np.testing.assert_array_equal(weights.ravel(), [21, 0, 300])
+    np.testing.assert_array_equal(sums.ravel(), [11, 0, 100])

@@ -1,10 +1,13 @@
-"""Schedules as programs: every result is sent before it is used, and no buffer is overwritten."""
+"""Schedules as programs: every result is sent before it is used; entries of buffers."""
 
 import itertools
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from moelib.parallel.pipeline.buffers import Entry, entries, read, write
 from moelib.parallel.pipeline.schedule import Pass, Schedule, Task
 from moelib.parallel.pipeline.ticks import Ticks, ticks_of
 from moelib.parallel.pipeline.timeline import simulate
@@ -102,3 +105,24 @@ def test_a_rank_sends_to_its_neighbors_and_hands_over_to_itself_where_a_v_turns(
                 distance = (each.target - each.source) % 4
                 assert distance in ((0, 1, 3) if schedule.is_v else (1, 3))
                 assert distance or each.source == 3
+
+
+BUFFER = jnp.arange(24, dtype=jnp.float32).reshape(2, 3, 4)
+
+
+def test_an_entry_is_read_and_written():
+    entry = Entry(BUFFER, (1,)).inside(jnp.int32(2))
+    np.testing.assert_array_equal(entry.read(), BUFFER[1, 2])
+    np.testing.assert_array_equal(entry.write(jnp.ones(4)), BUFFER.at[1, 2].set(1))
+
+
+def test_sums_have_the_dtype_of_the_buffer():
+    x = jnp.full((3, 4), 2**-8, jnp.bfloat16)
+    (found,) = write(entries([BUFFER], 1, adds=True), [x])
+    np.testing.assert_array_equal(found, BUFFER.at[1].add(2.0**-8))  # Not exact in bfloat16.
+
+
+def test_arrays_are_read_as_they_are():
+    whole, part = read((BUFFER, Entry(BUFFER, (0,))))
+    assert whole is BUFFER
+    np.testing.assert_array_equal(part, BUFFER[0])
