@@ -6,13 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from moelib.analysis.training_runs import (
-    TRAINING,
-    VALIDATION,
-    default_metric,
-    read_curve,
-    select,
-)
+from moelib.analysis.training_runs import TRAINING, VALIDATION, default_metric, read_curve, select
 from moelib.core.errors import UserError
 from moelib.models.cost import model_cost
 from tests.analysis.runs import config, write_run

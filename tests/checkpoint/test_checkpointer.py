@@ -131,10 +131,7 @@ def test_record_that_cannot_be_read_deletes_no_checkpoint(tmp_path, monkeypatch,
 def test_all_damaged_is_an_error(checkpointer):
     save(checkpointer, 1)
     truncate_arrays(step_path(checkpointer.dir, 1))
-    with pytest.raises(
-        DamagedCheckpointError,
-        match=r"(?s)step_00000001",
-    ):
+    with pytest.raises(DamagedCheckpointError, match=r"(?s)step_00000001"):
         checkpointer.restore(target_of(make_state()))
 
 

@@ -101,10 +101,7 @@ def test_coroutines_that_orbax_abandons_give_no_warning(checkpointer, monkeypatc
             {"w": jnp.zeros((8, 4)), "b": jnp.ones(3, jnp.bfloat16)},
             r"'model/w'.*float32\[8, 8\].*float32\[8, 4\]",
         ),
-        (
-            {"w": jnp.zeros((8, 8)), "c": jnp.ones(3)},
-            r"'model/c'.*float32\[3\]\).*'model/b'",
-        ),
+        ({"w": jnp.zeros((8, 8)), "c": jnp.ones(3)}, r"'model/c'.*float32\[3\]\).*'model/b'"),
         ({"w": jnp.zeros((8, 8))}, r"'model/b', bfloat16\[3\]"),
     ],
 )
@@ -175,8 +172,7 @@ def test_parameters_of_another_model_are_refused(checkpointer):
     save(checkpointer, 4)
     shapes = jax.eval_shape(lambda: make_state()["model"] | {"w": jnp.zeros((8, 4))})
     with pytest.raises(
-        CheckpointMismatchError,
-        match=r"step_00000004: 'w'.*float32\[8, 8\].*float32\[8, 4\]",
+        CheckpointMismatchError, match=r"step_00000004: 'w'.*float32\[8, 8\].*float32\[8, 4\]"
     ):
         restore_params_only(checkpointer.dir, shapes)
 

@@ -11,12 +11,7 @@ import pytest
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from moelib.checkpoint.safetensors import (
-    DamagedTensorsError,
-    TensorFolder,
-    add_sums,
-    write_tensors,
-)
+from moelib.checkpoint.safetensors import DamagedTensorsError, TensorFolder, add_sums, write_tensors
 from moelib.core.errors import UserError
 
 ARRAYS = {
@@ -129,8 +124,7 @@ def test_other_files_that_are_listed_are_compared(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "lines",
-    [["*../x"], ["../x"], ["*/dev/zero"], ["config.json", "*./config.json"], ["x\0"], [""]],
+    "lines", [["*../x"], ["../x"], ["*/dev/zero"], ["config.json", "*./config.json"], ["x\0"], [""]]
 )
 def test_sums_name_each_file_of_their_folder_once(lines, tmp_path):
     write_tensors(str(tmp_path), ARRAYS.items())

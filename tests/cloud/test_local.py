@@ -16,11 +16,7 @@ from moelib.core.errors import UserError
 from moelib.parallel.cluster import find_cluster
 from tests.cloud.small_run import FLAGS, launch, losses, processes_of, wait_for, write_model
 
-OUTER_JOB = {
-    "JAX_COORDINATOR_ADDRESS": "n:1",
-    "JAX_NUM_PROCESSES": "8",
-    "JAX_PROCESS_ID": "3",
-}
+OUTER_JOB = {"JAX_COORDINATOR_ADDRESS": "n:1", "JAX_NUM_PROCESSES": "8", "JAX_PROCESS_ID": "3"}
 
 # A process that ends as its argument for this start says: w waits, a number is an exit status, k
 # kills itself. `starts` has a line per start.

@@ -4,12 +4,7 @@ import numpy as np
 import pytest
 
 from moelib.data.hashing import random_bits, random_permutation, random_uniform
-from moelib.data.packing import (
-    DocumentBoundary,
-    Packing,
-    best_fit,
-    make_plan,
-)
+from moelib.data.packing import DocumentBoundary, Packing, best_fit, make_plan
 from moelib.data.token_source import InMemoryTokens, TokenSource
 
 RESET, CONTINUE = DocumentBoundary.RESET, DocumentBoundary.CONTINUE

@@ -40,8 +40,7 @@ def test_no_documents_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [("a.jsonl.zst", JsonLines), ("a.parquet", Parquet), ("a.txt", TextFiles)],
+    ("name", "kind"), [("a.jsonl.zst", JsonLines), ("a.parquet", Parquet), ("a.txt", TextFiles)]
 )
 def test_the_names_of_files_decide(tmp_path, name, kind):
     (tmp_path / name).write_text("")

@@ -5,12 +5,7 @@ import numpy as np
 import pytest
 
 from moelib.data.lm_input import InputMode
-from moelib.data.synthetic import (
-    SyntheticInput,
-    SyntheticTokens,
-    random_walk,
-    step_entropy,
-)
+from moelib.data.synthetic import SyntheticInput, SyntheticTokens, random_walk, step_entropy
 
 
 def test_measured_entropy_of_a_step_is_the_stated_one():

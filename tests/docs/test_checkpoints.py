@@ -23,10 +23,7 @@ def test_what_is_saved_and_kept():
     # --8<-- [start:policy]
     cfg.checkpointer.save_policy = config_for_function(evenly_spaced_policy).set(num=20)
     cfg.checkpointer.set(
-        keep_last_n=2,
-        keep_every_n_steps=350,
-        keep_best_n=1,
-        best_metric="validation/bits_per_byte",
+        keep_last_n=2, keep_every_n_steps=350, keep_best_n=1, best_metric="validation/bits_per_byte"
     )
     # --8<-- [end:policy]
     trainer = cfg.instantiate(parent=None)

@@ -30,8 +30,7 @@ def test_scale():
     assert infer_mesh_shape(cfg.mesh_shape, 32) == (1, 1, 8, 4, 1, 1)
     # --8<-- [start:hybrid]
     cfg.mesh_shape = HybridMeshShape(
-        ici=mesh_shape_from_axes(fsdp=-1, expert=8),
-        dcn=mesh_shape_from_axes(data=2),
+        ici=mesh_shape_from_axes(fsdp=-1, expert=8), dcn=mesh_shape_from_axes(data=2)
     )
     # --8<-- [end:hybrid]
     # --8<-- [start:quantization]

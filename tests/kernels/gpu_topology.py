@@ -54,12 +54,7 @@ def printed(module: str, *arguments: str) -> str:
     command = [sys.executable, "-m", module, *arguments]
     root = pathlib.Path(__file__).parents[2]
     done = subprocess.run(
-        command,
-        cwd=root,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
+        command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:]
     return done.stdout

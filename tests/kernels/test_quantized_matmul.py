@@ -8,12 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from moelib.kernels.quantized_matmul import (
-    Quantization,
-    quantize,
-    quantized_gmm,
-    quantized_matmul,
-)
+from moelib.kernels.quantized_matmul import Quantization, quantize, quantized_gmm, quantized_matmul
 from moelib.kernels.quantized_matmul.quantize import _rounded
 from tests.kernels.comparing import assert_close, pulled
 from tests.layers.calling import QUICK

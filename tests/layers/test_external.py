@@ -14,12 +14,7 @@ from moelib.inference.generate import Settings, generate_tokens
 from moelib.layers.external import ExternalLayer, InitApply, Updated
 from moelib.layers.transformer import LoopStack
 from tests import tiny
-from tests.inference.models import (
-    compiled_whole_logits,
-    decoder,
-    layer,
-    with_parameters,
-)
+from tests.inference.models import compiled_whole_logits, decoder, layer, with_parameters
 from tests.layers.calling import build, call, call_and_collect, initial
 
 D = 8
@@ -280,15 +275,9 @@ def made_by(init):
         (external(no_pair), "layer"),
         (external(made_by(lambda key: key)), r"init "),
         (external(made_by(lambda key: {"k": key})), r"'k'.*key<fry>"),
-        (
-            external(made_by(lambda key: {"z": jnp.ones(1, "complex64")})),
-            "'z'",
-        ),
+        (external(made_by(lambda key: {"z": jnp.ones(1, "complex64")})), "'z'"),
         (external(made_by(lambda key: {"cache": jnp.ones(1)})), '"cache"'),
-        (
-            external(made_by(lambda key: {"a/b": jnp.ones(1), "a": {"b": jnp.ones(1)}})),
-            "a/b",
-        ),
+        (external(made_by(lambda key: {"a/b": jnp.ones(1), "a": {"b": jnp.ones(1)}})), "a/b"),
         (external(made_by(lambda key: {"a": jnp.ones((0, 2))})), r"'a'.*\(0, 2\).*1"),
         (external(plain, axes=[("up", ("embed",))]), r"layer:.*'up'"),
         (external(plain, axes=[("uq", ("embed",))]), r"layer:.*'uq'"),

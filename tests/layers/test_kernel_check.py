@@ -31,13 +31,7 @@ def test_right_backends_pass(dtype):
 @pytest.mark.parametrize(
     ("module", "name", "change", "kernel", "what"),
     [
-        (
-            grouped,
-            "forward",
-            lambda out: (out[0].at[75].multiply(1.5), out[1]),
-            "gmm",
-            "value",
-        ),
+        (grouped, "forward", lambda out: (out[0].at[75].multiply(1.5), out[1]), "gmm", "value"),
         (
             grouped,
             "weight_gradient",

@@ -15,10 +15,7 @@ from tests.experiments.test_named_configs import CONFIGS
 # --8<-- [start:twin]
 def my_configs():
     """Returns a named config and its dense twin by name."""
-    return {
-        "tiny": flame_moe.tiny,
-        "tiny-dense": lambda: dense_twin(flame_moe.tiny()).config,
-    }
+    return {"tiny": flame_moe.tiny, "tiny-dense": lambda: dense_twin(flame_moe.tiny()).config}
 
 
 # --8<-- [end:twin]

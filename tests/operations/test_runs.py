@@ -36,7 +36,7 @@ def test_runs_below_a_folder_are_described(tmp_path):
     assert (a.loss, a.rate, a.goodput) == (2.0, 30e3, None)
     assert a.validation == {"val/loss": (10, 0, 20)}
     assert runs_table([a, b]).rows[0][1:7] == [
-        *("finished", "30 / 30", "2.0000", "10.0000", "0.0000 at 20", "30,000"),
+        *("finished", "30 / 30", "2.0000", "10.0000", "0.0000 at 20", "30,000")
     ]
 
 

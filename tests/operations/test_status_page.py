@@ -240,7 +240,7 @@ def test_a_browser_draws_the_metrics_and_their_updates(tmp_path):
         assert page.value("document.querySelector('main :is(b b, h1 b, script, img)')") is None
         script = "[...document.querySelectorAll('[data-metric]')].map(x => x.{})"
         assert page.value(script.format("dataset.metric")) == [
-            *("mean_loss", "val/loss", "tokens_per_second", "time/step", f"{name}/entropy"),
+            *("mean_loss", "val/loss", "tokens_per_second", "time/step", f"{name}/entropy")
         ]
         assert all("NaN" not in x for x in page.value(script.format("getAttribute('d')")))
         file.write(json.dumps({"step": 40, "mean_loss": 1.25}) + "\n")

@@ -79,11 +79,7 @@ def test_open_mpi_5_names_no_address():
 
 
 def test_variables_come_first():
-    job = {
-        "JAX_COORDINATOR_ADDRESS": "a-0.a:1234",
-        "JAX_NUM_PROCESSES": "3",
-        "JAX_PROCESS_ID": "0",
-    }
+    job = {"JAX_COORDINATOR_ADDRESS": "a-0.a:1234", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "0"}
     expected = Cluster("JAX's variables", "a-0.a:1234", 3, 0, settings=tuple(job))
     assert find_cluster(SLURM | job) == expected
     assert find_cluster(job | {"JAX_NUM_PROCESSES": "1"}) is None

@@ -50,10 +50,7 @@ def _passes(case, run, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [
-        Case(257, 2, 1, 64, window=70, sinks=True, packed=True),
-        Case(130, 2, 2, 64, causal=False),
-    ],
+    [Case(257, 2, 1, 64, window=70, sinks=True, packed=True), Case(130, 2, 2, 64, causal=False)],
     ids=str,
 )
 def test_no_kernel_reads_uninitialized_memory(case):

@@ -168,10 +168,7 @@ def test_it_is_the_default_for_hopper_only(warnings_of):
 
 @pytest.mark.parametrize(
     ("kind", "shape", "reason"),
-    [
-        (H100, (128, 200), "200 elements; .*256"),
-        ("NVIDIA B300", (64, 64), "Hopper .*NVIDIA B300"),
-    ],
+    [(H100, (128, 200), "200 elements; .*256"), ("NVIDIA B300", (64, 64), "Hopper .*NVIDIA B300")],
 )
 def test_the_slow_form_is_logged_once_with_its_reason_and_the_override(
     warnings_of, kind, shape, reason

@@ -16,10 +16,7 @@ from tests.parallel.pipeline.test_schedule import allowed
 
 def check(ticks: Ticks, schedule: Schedule, num_ranks: int) -> None:
     """Runs the program on buffers of its sizes, each entry of which names its micro-batch."""
-    sizes = {
-        "inputs": ticks.num_inputs,
-        "gradients": ticks.num_gradients,
-    }
+    sizes = {"inputs": ticks.num_inputs, "gradients": ticks.num_gradients}
     held: dict[tuple[str, int, int, int], int] = {}
     shared: dict[Any, Any] = {}
     stage = lambda rank, task: schedule.stage(num_ranks, rank, task.chunk)

@@ -8,11 +8,7 @@ import pytest
 
 from moelib.planning.hlo import program as hlo
 from moelib.planning.hlo.source import SourceMap
-from moelib.planning.lint.arrays import (
-    largest_temporaries,
-    memory_above_estimate,
-    unscaled_memory,
-)
+from moelib.planning.lint.arrays import largest_temporaries, memory_above_estimate, unscaled_memory
 from moelib.planning.lint.compute import traced_large_arrays
 from moelib.planning.lint.facts import Facts, StateArray, Step, Thresholds
 from moelib.planning.lint.rules import lint, merged
@@ -234,11 +230,7 @@ def test_no_option_is_advised_on_gpus(synchronous):
 
 @pytest.mark.parametrize(
     ("size", "mesh", "count"),
-    [
-        (64, FACTS.mesh, 1),
-        (63, FACTS.mesh, 0),
-        (64, {"data": 1, "expert": 1, "fsdp": 1}, 0),
-    ],
+    [(64, FACTS.mesh, 1), (63, FACTS.mesh, 0), (64, {"data": 1, "expert": 1, "fsdp": 1}, 0)],
 )
 def test_state_that_no_axis_splits_is_found_if_it_is_large(size, mesh, count):
     whole = _state(WEIGHT, split=False, shard_bytes=size * MIB)
