@@ -81,6 +81,7 @@ def test_a_missing_store_is_one_line_that_names_the_cure(tmp_path, capsys):
 
 @pytest.mark.parametrize("module", ["moelib", "moelib.launch", "benchmarks"])
 def test_commands_print_nothing_about_absent_tpus(module, tmp_path):
+    pytest.importorskip("libtpu")
     (tmp_path / "sitecustomize.py").write_text(
         "import atexit, os; atexit.register(lambda: print(os.environ.get('TPU_SKIP_MDS_QUERY')))"
     )
