@@ -234,36 +234,6 @@ def set_current_context(context: InvocationContext) -> Iterator[InvocationContex
         stack.pop()
 
 
-@contextlib.contextmanager
-def child_context(
-    name: str,
-    *,
-    module: ModuleLike | None = None,
-    state: Nested | None = None,
-    prng_key: jax.Array | None = None,
-) -> Iterator[InvocationContext]:
-    """Enters a context below the current one; outputs and the random key go by `name`.
-
-    Args:
-        name: Name of the context.
-        module: Module that runs; the child `name` if None.
-        state: State of the module; None for the part of the current state that is its own.
-        prng_key: Random key; None for one derived from the current key and `name`.
-    """
-    parent = _required_context()
-    module = parent.module.children[name] if module is None else module
-    context = parent.child(name, module)
-    if state is not None:
-        context.state = state
-    elif names := names_below(parent.module, module):
-        context.state = _holder(parent, names).child_state(names[-1])
-    if prng_key is not None:
-        context.prng_key = prng_key
-    with set_current_context(context):
-        yield context
-    parent.add_call(name, prune_empty(context.outputs))
-
-
 def names_below(ancestor: ModuleLike, module: ModuleLike) -> tuple[str, ...] | None:
     """Returns the names that lead from one module to another, or None if it is not inside."""
     names: list[str] = []

@@ -12,8 +12,6 @@ from moelib.core.context import (
     AuxLoss,
     OutputCollection,
     OutputConflictError,
-    child_context,
-    current_context,
     fold_name,
     new_output_collection,
     prune_empty,
@@ -345,32 +343,9 @@ def test_a_module_with_a_cache_may_not_be_called_twice():
             functional(module, None, state, (twice,), is_training=False)
 
 
-def test_a_context_of_another_name_has_the_state_of_its_module():
-    def forward(m: Any) -> Any:
-        with child_context("first", module=m.layer1):
-            return m.layer1(ONES)
-
-    y, collection = run(forward)
-    assert y.tolist() == [3.0, 3.0]
-    assert list(collection.summaries) == ["first"]
-
-
 def test_repetition_needs_a_context():
     with pytest.raises(RuntimeError, match=r"functional\(\)"):
         scan_in_context(lambda c, x: (c, x), carry=0, length=1, state={})
-    with pytest.raises(RuntimeError, match=r"functional\(\)"), child_context("a"):
-        pass
-
-
-def test_a_child_context_can_have_other_state_and_another_key():
-    def forward(m: Any) -> Any:
-        with child_context("layer0", state={"scale": 7}, prng_key=jax.random.key(1)) as context:
-            assert current_context() is context
-            return m.layer0.state["scale"], m.layer0.noise()
-
-    (scale, draw), _ = run(forward, key=0)
-    assert scale == 7
-    assert draw == jax.random.uniform(jax.random.key(1))
 
 
 def test_empty_parts_of_collections_are_pruned():
