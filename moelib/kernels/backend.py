@@ -92,7 +92,10 @@ def chosen_backend(kernel: str, argument: str | None = None) -> str | None:
     if argument is not None:
         _check({kernel: argument})
         return argument
-    return {**environment, **dict(_context.value)}.get(kernel)
+    chosen = {**environment, **dict(_context.value)}.get(kernel)
+    if chosen in _INTERPRETED and current_device().platform == "cpu":
+        warn_once(f"{kernel}: backend {chosen!r} is interpreted on CPUs, which is very slow.")
+    return chosen
 
 
 def backends_of_environment() -> Mapping[str, str]:
@@ -186,7 +189,6 @@ def run(
         raise BackendError(f"{kernel}: backend {backend!r} {reason} Or {or_xla}.")
     _traced[kernel] = backend
     if device.platform == "cpu" and backend in _INTERPRETED:
-        warn_once(f"{kernel}: backend {backend!r} is interpreted on CPUs, which is very slow.")
         return forms[backend](*operands, interpret=True)
     if device.platform != _PLATFORM.get(backend, device.platform):
         raise BackendError(

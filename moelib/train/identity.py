@@ -233,7 +233,8 @@ def check_directory(
         must_accept = dict.fromkeys(different, "config")
         changes = _check_changes(cfg, directory, text_lines(text), must_accept)
         changes += [] if record is None else _other_changes(record, mesh or {})
-        _log_changes(directory, None if record is None else record.step, changes)
+        expected = "" if _is_moved(cfg) else "max_step"  # A resumed run trains for longer.
+        _log_changes(directory, None if record is None else record.step, changes, expected)
         return
     first = different[0]
     more = f" ({len(different) - 1} more lines differ)" if len(different) > 1 else ""
@@ -294,11 +295,17 @@ def _other_changes(record: CheckpointRecord, mesh: Mapping[str, int]) -> list[tu
     ]
 
 
-def _log_changes(directory: str, step: int | None, changes: Sequence[tuple[str, str, str]]) -> None:
-    """Prints changes since a step, and appends those that are new to the log of the run."""
+def _log_changes(
+    directory: str, step: int | None, changes: Sequence[tuple[str, str, str]], expected: str
+) -> None:
+    """Prints changes since a step, and appends those that are new to the log of the run.
+
+    A change of the path `expected` is no warning.
+    """
     source = directory if step is None else f"{directory} at step {step}"
     for path, was, now in changes[:_MOST_LINES]:
-        logger.warning("%s was %s in %s, and is %s from now on.", path, was, source, now)
+        level = logging.INFO if path == expected else logging.WARNING
+        logger.log(level, "%s was %s in %s, and is %s from now on.", path, was, source, now)
     if (more := len(changes) - _MOST_LINES) > 0:
         logger.warning("%d more changes of the config are in %s.", more, EVENTS_FILE)
     if jax.process_index() != 0 or not changes:

@@ -87,4 +87,5 @@ def run(folder, *arguments):
         stderr=subprocess.STDOUT,
     )
     assert done.returncode == 0, done.stdout
+    assert not re.search("warning", done.stdout, re.IGNORECASE), done.stdout
     return done.stdout
