@@ -7,7 +7,6 @@ import functools
 import json
 import logging
 import re
-import time
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moelib.kernels import backend as backends
-from moelib.kernels.gmm import gmm, gmm_activated, gmm_input_gradient, gmm_weight_gradient, gpu
+from moelib.kernels.gmm import gmm, gmm_activated, gpu
 from moelib.kernels.gmm.gpu_product import row_visits
 from moelib.kernels.gmm.gpu_tiles import GpuTiles, choose, choose_for_gradient, smem_bytes
 from moelib.kernels.gmm.groups import row_ranges
@@ -286,41 +285,3 @@ def test_a_gpu_gives_the_values_and_gradients_of_the_xla_form(shape):
     for total in (m, m // 2, 0):
         sizes = jnp.asarray(rng.multinomial(total, rng.dirichlet(np.full(g, 0.4))), jnp.int32)
         assert_close(run(sizes, "gpu"), run(sizes, "xla"), 2**-7)
-
-
-def _seconds(function, *operands, times=20):
-    jax.block_until_ready(function(*operands))
-    start = time.perf_counter()
-    for _ in range(times):
-        out = function(*operands)
-    jax.block_until_ready(out)
-    return (time.perf_counter() - start) / times
-
-
-@pytest.mark.gpu
-@needs_hopper
-@pytest.mark.parametrize(
-    "shape", [(16384, 2048, 2048, 16), (65536, 2048, 1536, 64), (32768, 7168, 2048, 32)]
-)
-def test_speed_compared_with_a_matmul_per_group(shape):
-    """Prints TFLOP/s of both, which give the same; the other's compiler knows the sizes."""
-    m, k, n, g = shape
-    lhs, rhs, _, grad, _ = operands([0] * g, m, k, n, jnp.bfloat16)
-    sizes = jnp.full((g,), m // g, jnp.int32)
-    rows, grads = lhs.reshape(g, -1, k), grad.reshape(g, -1, n)
-    each = lambda form: lambda a, b: [jnp.einsum(form, a[i], b[i]) for i in range(g)]
-    ours = functools.partial(gmm, backend="gpu", group_sizes=sizes)
-    transposed = functools.partial(gmm_input_gradient, backend="gpu", group_sizes=sizes)
-    weights = functools.partial(gmm_weight_gradient, backend="gpu", group_sizes=sizes)
-    for name, run, pair, form, parts in [
-        ("forward", ours, (lhs, rhs), "mk,kn->mn", (rows, rhs)),
-        ("input gradient", transposed, (grad, rhs), "mn,kn->mk", (grads, rhs)),
-        ("weight gradient", weights, (lhs, grad), "mk,mn->kn", (rows, grads)),
-    ]:
-        flops = 2 * m * k * n / 1e12
-        run, loop = jax.jit(run), jax.jit(each(form))
-        want = np.asarray(jnp.stack(loop(*parts)), np.float32)
-        got = np.asarray(run(*pair), np.float32).reshape(want.shape)
-        np.testing.assert_allclose(got, want, rtol=0, atol=2**-7 * np.abs(want).max(), err_msg=name)
-        own, other = _seconds(run, *pair), _seconds(loop, *parts)
-        print(f"{shape} {name}: {flops / own:.0f} TFLOP/s, by group {flops / other:.0f}")
