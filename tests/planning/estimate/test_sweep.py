@@ -1,6 +1,5 @@
 """The sweep: order of rows, prices, and how long it takes."""
 
-import time
 
 import pytest
 
@@ -87,13 +86,9 @@ def test_prices_are_read_and_what_is_none_is_refused(tmp_path, text, message):
 
 
 @pytest.mark.slow
-def test_three_large_topologies_take_seconds():
+def test_large_topologies_have_thousands_of_candidates():
     cfg = open_models.named_trainer_configs()["qwen3-30b-a3b"]()
-    begin = time.process_time()
-    found = sweep(cfg, ["v6e:8x8", "v5p:4x4x4", "h100:8x8"])
-    # 3 s outside of tests, whose type checks slow the trace down.
-    assert time.process_time() - begin < 10
-    assert found.num_candidates > 10_000
+    assert sweep(cfg, ["v6e:8x8", "v5p:4x4x4", "h100:8x8"]).num_candidates > 10_000
 
 
 CONFIGS = {
