@@ -29,12 +29,7 @@ from moelib.core.errors import UserError, refuse_single_strings
 _MOELIB = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 # The functions of moelib that configs name.
-_FUNCTIONS = (
-    "moelib.checkpoint.policy",
-    "moelib.layers",
-    "moelib.learner",
-    "moelib.train.pretrained.state_from_hugging_face",
-)
+_FUNCTIONS = ("moelib.checkpoint.policy", "moelib.layers", "moelib.learner")
 
 # Modules of other libraries whose functions neither read nor write anything.
 _PURE = ("jax.nn", "jax._src.nn", "optax")

@@ -33,7 +33,7 @@ _RUN_FILE = "run.json"
 # All fields of SpmdTrainer.Config but model, learner, input and prng_seed. Everything else
 # determines the numbers of a run: also the trainer's class, and the fields of one's own trainer.
 _NOT_OF_THE_NUMBERS = re.compile(
-    r"(name|max_step|train_dtype|num_microbatches|init_state_builder|mesh_shape|mesh_axis_names"
+    r"(name|max_step|train_dtype|num_microbatches|mesh_shape|mesh_axis_names"
     r"|mesh_rules|auto_sharding|sharding_rules|pipeline_schedule|compiler_options"
     r"|kernel_backends|skip_kernel_check|dir|accept_changes|checkpointer|evalers|summary_writer"
     r"|log_every_n_steps|stop_on_nan|init_from|bad_steps|rewind_to|skip_batches"

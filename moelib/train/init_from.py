@@ -50,6 +50,8 @@ class InitFrom(Configurable):
         # "regex ->" drops them, and "-> regex" keeps the initial values of parameters here. The
         # first match wins; parameters without one have the same path in both runs.
         rules: Sequence[str] = ()
+        # Settings of a Hugging Face model's config.json that are known to change nothing.
+        ignore_settings: Sequence[str] = ()
 
     def earlier_step(self, events: Sequence[Mapping[str, Any]]) -> int | None:
         """Returns the step that an earlier start of this run chose, by its log; None without one.
@@ -95,7 +97,7 @@ class InitFrom(Configurable):
         if not storage.exists(checkpoints) and storage.exists(f"{folder}/{pretrained.CONFIG_FILE}"):
             if at or cfg.rules or cfg.state == "all":
                 raise UserError(f"init_from.run={cfg.run!r} is no run; set it alone.")
-            state = pretrained.state_from_hugging_face(folder, model)(state)
+            state = pretrained.state_from_hugging_face(state, folder, model, cfg.ignore_settings)
             return Start(restart_learner(state, learner), None, origin)
         if step is None:
             found = find_checkpoints(checkpoints, int(at) if at.isdigit() else None, required=True)

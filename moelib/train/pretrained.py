@@ -6,7 +6,7 @@ Needs neither torch nor transformers, and holds at most one tensor next to the m
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -125,23 +125,22 @@ def load_pretrained(
 
 
 def state_from_hugging_face(
-    folder: str, model: CausalLM, ignore_settings: Sequence[str] = ()
-) -> Callable[[TrainerState], TrainerState]:
-    """Returns an `init_state_builder` that starts a run from the weights of a folder.
-
-        cfg.init_state_builder = config_for_function(state_from_hugging_face).set(folder="...")
+    state: TrainerState, folder: str, model: CausalLM, ignore_settings: Sequence[str] = ()
+) -> TrainerState:
+    """Returns a state with the weights of a folder, as `init_from` starts a run from it.
 
     State that only the run's model has, such as load counters, starts at 0. The initial parameters
     are freed before any weight is read.
 
     Args:
+        state: Initial state of the run.
         folder: Folder with config.json and safetensors.
-        model: The run's model, which the trainer passes.
+        model: The run's model.
         ignore_settings: Settings of config.json that are known to change nothing.
 
     Raises:
-        CheckpointMismatchError: On the call of the builder, if the folder holds another model.
-        Exception: On the call of the builder, the errors of `load_pretrained`.
+        CheckpointMismatchError: If the folder holds another model.
+        Exception: The errors of `load_pretrained`.
     """
 
     def read_family() -> Family:
@@ -151,15 +150,12 @@ def state_from_hugging_face(
         except NotTheModelError as error:
             raise CheckpointMismatchError(str(error)) from error
 
-    def build(state: TrainerState) -> TrainerState:
-        family = agreed(read_family)
-        targets = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state.model
-        )
-        jax.tree.map(lambda x: x.delete(), state.model)
-        return state._replace(model=agreed(lambda: _read_tensors(folder, family, model, targets)))
-
-    return build
+    family = agreed(read_family)
+    targets = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state.model
+    )
+    jax.tree.map(lambda x: x.delete(), state.model)
+    return state._replace(model=agreed(lambda: _read_tensors(folder, family, model, targets)))
 
 
 def _read_tensors(folder: str, family: Family, model: CausalLM, targets: Nested) -> Nested:

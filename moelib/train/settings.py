@@ -74,8 +74,6 @@ def _check_acceptable(names: Sequence[str]) -> None:
 
 def _check_course(cfg: Any) -> None:
     """Raises UserError if checkpoints are missing that a setting needs, or a range is no range."""
-    if cfg.init_from is not None and cfg.init_state_builder is not None:
-        raise UserError("init_from and init_state_builder are set; set one of them.")
     if cfg.input_retries < 0:
         raise UserError(f"input_retries is {cfg.input_retries}; set 0 or more.")
     for text in cfg.skip_batches or ():

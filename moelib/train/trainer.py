@@ -19,7 +19,6 @@ from moelib.core import tree
 from moelib.core.config import (
     REQUIRED,
     DType,
-    FunctionConfig,
     InstantiableConfig,
     Required,
     config_class,
@@ -64,7 +63,7 @@ from moelib.train.memory import check_memory
 from moelib.train.model_files import check_tokenizers, save_tokenizer
 from moelib.train.no_gradient import warn_without_gradient
 from moelib.train.pipeline import PipelineConfig, stack_of, warn_empty_stages
-from moelib.train.pretrained import FILES, copy_files, state_from_hugging_face
+from moelib.train.pretrained import FILES, copy_files
 from moelib.train.readable import check_readable
 from moelib.train.routing_log import RoutingEvaler
 from moelib.train.run_folder import locked_folders
@@ -117,10 +116,6 @@ class SpmdTrainer(Module):
         train_dtype: DType | None = None
         # Parts of a batch computed one after the other, with one set of gradients.
         num_microbatches: int = 1
-        # Builds a function from the initial TrainerState to the one to start from. The builder gets
-        # the model, if it has an argument of that name. The state of the learner follows from the
-        # new parameters, unless the function replaces it too.
-        init_state_builder: InstantiableConfig | None = None
         # Another run's checkpoint, or a Hugging Face model, that a new run starts from; None starts
         # from initial values. A run that resumes ignores it.
         init_from: InitFrom.Config | None = None
@@ -411,14 +406,6 @@ class SpmdTrainer(Module):
             state = state_lib.init_state(
                 self.model, self.learner, key, self.trainer_state_shardings
             )
-            if cfg.init_state_builder is not None:
-                given = {"model": self.model} if "model" in cfg.init_state_builder else {}
-                initial = state.learner
-                state = cfg.init_state_builder.instantiate(**given)(state)
-                is_learner_initial = state.learner is initial
-                state = jax.device_put(state, self.trainer_state_shardings)
-                if is_learner_initial:  # It may hold copies of the parameters, such as averages.
-                    state = state_lib.restart_learner(state, self.learner)
             position = None
             if self._init_from is not None:
                 again = self._origin.get("step")
@@ -668,7 +655,7 @@ class SpmdTrainer(Module):
             step = self.restore_checkpoint()
             if step is None:
                 # Opened first: missing data is an error before computations.
-                weights = self._weights_folder()
+                weights = None if self._init_from is None else self._init_from.folder
                 agreed(lambda: self.input)
                 fits = agreed(lambda: check_tokenizers(self.config, weights))
                 if self._init_from is not None and not self._origin:
@@ -695,13 +682,6 @@ class SpmdTrainer(Module):
             self.checkpointer.local.delete_after(self.step)
         self._account.resume(self.step, time.perf_counter() - begin)
         self.summary_writer.resume(self.step)
-
-    def _weights_folder(self) -> str | None:
-        """Returns the folder whose weights a new run starts from, if there is one."""
-        builder = self.config.init_state_builder
-        if isinstance(builder, FunctionConfig) and builder.fn is state_from_hugging_face:
-            return builder.folder
-        return None if self._init_from is None else self._init_from.folder
 
     def _take_steps(self, prng_key: jax.Array | int | None) -> dict[str, Any]:
         """Runs the loop, again from the newest checkpoint after each bad step to take again."""

@@ -29,7 +29,7 @@ def exported(known: Reference) -> Difference | str | None:
         save_pretrained(folder, cfg, jax.device_put(want.model, probe.shardings.model))
         empty = want._replace(model=jax.tree.map(np.zeros_like, want.model))
         empty = jax.device_put(empty, probe.shardings)
-        read = state_from_hugging_face(folder, probe.trainer.model)(empty)
+        read = state_from_hugging_face(empty, folder, probe.trainer.model)
     keep = probe.trainer.learner.is_updated
     pair = tree.select(want.model, keep), tree.select(jax.device_get(read.model), keep)
     return first_bit_difference(*pair)

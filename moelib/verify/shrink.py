@@ -187,7 +187,7 @@ def _shorten(cfg: Any) -> None:
         for name, most in lengths.items():
             if isinstance(values.get(name), int | float):
                 holder.set(**{name: min(values[name], most)})
-    cfg.set(max_step=_MAX_STEP, evalers={}, init_state_builder=None, compiler_options=None)
+    cfg.set(max_step=_MAX_STEP, evalers={}, init_from=None, compiler_options=None)
     cfg.set(start_trace_steps=())
     if cfg.checkpointer is not None:  # The best checkpoints would need an evaluation.
         cfg.checkpointer.set(dir=REQUIRED, keep_last_n=None, keep_best_n=0, best_metric=None)

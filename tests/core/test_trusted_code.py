@@ -14,7 +14,6 @@ ALLOWED = [
     "moelib.layers.norm:RMSNorm",
     "moelib.layers.activation:Activation.SWIGLU",
     "moelib.checkpoint.policy:every_n_steps_and_last_policy",
-    "moelib.train.pretrained:state_from_hugging_face",
     "moelib.core.config:InstantiableConfig",
     "experiments.flame_moe:named_trainer_configs",
     "tests.tiny:TinyModel",  # This process has imported it.

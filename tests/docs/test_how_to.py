@@ -16,7 +16,8 @@ from moelib.layers.quantization import Quantization
 from moelib.layers.remat import remat
 from moelib.models.multi_token_prediction import MultiTokenModule, MultiTokenPrediction
 from moelib.parallel.mesh import HybridMeshShape, infer_mesh_shape, mesh_shape_from_axes
-from moelib.train.pretrained import read_config, state_from_hugging_face
+from moelib.train.init_from import InitFrom
+from moelib.train.pretrained import load_pretrained, read_config
 from moelib.train.routing_log import RoutingEvaler
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "models/huggingface/fixtures"
@@ -63,13 +64,15 @@ def test_a_run_starts_from_a_model_of_hugging_face(tmp_path, monkeypatch):
     cfg = flame_moe.tiny().set(dir="runs/a")
     # --8<-- [start:start]
     cfg.model, _ = read_config("Qwen3")
-    cfg.init_state_builder = config_for_function(state_from_hugging_face).set(folder="Qwen3")
+    cfg.init_from = InitFrom.default_config().set(run="Qwen3")
     # --8<-- [end:start]
     for lm_input in (cfg.input, cfg.evalers["validation"].input):
         lm_input.vocab_size = None
     trainer = cfg.instantiate(parent=None)
-    state_from = cfg.init_state_builder.instantiate(model=trainer.model)
-    assert callable(state_from)
+    trainer.init()
+    q = trainer.trainer_state.model["decoder"]["repeated0"]["self_attention"]["q"]
+    want = load_pretrained("Qwen3").params["decoder"]["repeated0"]["self_attention"]["q"]
+    np.testing.assert_array_equal(q, want)
 
 
 def test_any_language_model_predicts_further_tokens():

@@ -14,7 +14,6 @@ from moelib.checkpoint.contents import (
     DamagedCheckpointError,
 )
 from moelib.core import tree
-from moelib.core.config import config_for_function
 from moelib.core.errors import UserError
 from moelib.train.init_from import InitFrom, sources
 from moelib.train.run_log import read_events
@@ -145,12 +144,6 @@ def test_starts_that_are_refused(other, tmp_path, at, fields, dim, error, messag
     cfg.model.dim = dim
     with pytest.raises(error, match=message):
         initialized(cfg)
-
-
-def test_two_starts_are_refused(tmp_path):
-    builder = config_for_function(lambda: None)
-    with pytest.raises(UserError, match="init_from and init_state_builder"):
-        config(tmp_path, init_from=start("a"), init_state_builder=builder).instantiate(parent=None)
 
 
 def test_checksums_are_compared(other, tmp_path):

@@ -6,7 +6,6 @@ import types
 
 import pytest
 
-from moelib.core.config import config_for_function
 from moelib.core.errors import UserError
 from moelib.data.prepare import prepare
 from moelib.data.source import InMemorySource
@@ -16,7 +15,7 @@ from moelib.train import checkpoint_routing, convert
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.init_from import InitFrom
 from moelib.train.loading import load_model
-from moelib.train.pretrained import FILES, state_from_hugging_face
+from moelib.train.pretrained import FILES
 from tests import tiny
 from tests.train import small_run
 
@@ -51,15 +50,12 @@ def trainer_config(folder, to, way, store="store"):
     source = TokenStore.default_config().set(path=str(folder / store))
     cfg = small_run.trainer_config(to, source)
     cfg.model = tiny.dense_model(288, num_layers=2, dim=8)
-    if way == "state_from_hugging_face":
-        builder = config_for_function(state_from_hugging_face)
-        cfg.init_state_builder = builder.set(folder=str(folder / "hub"))
-    elif way:
+    if way:
         cfg.init_from = InitFrom.default_config().set(run=str(folder / way))
     return cfg
 
 
-WAYS = ["hub", "converted", "state_from_hugging_face"]
+WAYS = ["hub", "converted"]
 
 
 @pytest.mark.parametrize("way", WAYS)

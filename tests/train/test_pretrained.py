@@ -17,7 +17,6 @@ from experiments import flame_moe
 from moelib.checkpoint.contents import CheckpointMismatchError
 from moelib.checkpoint.safetensors import TensorFolder
 from moelib.core import tree
-from moelib.core.config import config_for_function
 from moelib.core.errors import UserError
 from moelib.core.param import is_spec
 from moelib.data.tokenizer import ByteTokenizer, read_tokenizer
@@ -31,6 +30,7 @@ from moelib.models.huggingface.quantized import Dequantized, dequantize, scaled
 from moelib.models.huggingface.tensors import TensorMismatchError
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.train import pretrained
+from moelib.train.init_from import InitFrom
 from moelib.train.pretrained import (
     load_pretrained,
     read_config,
@@ -203,8 +203,8 @@ def test_how_it_trains_changes_no_architecture():
 def test_training_moves_no_balancing_bias_that_was_read(tmp_path):
     folder = str(FIXTURES / "deepseek_v3")
     cfg, _ = read_config(folder)
-    builder = config_for_function(state_from_hugging_face).set(folder=folder)
-    trainer = trainer_of(cfg, tmp_path, init_state_builder=builder, max_step=2)
+    start_here = InitFrom.default_config().set(run=folder)
+    trainer = trainer_of(cfg, tmp_path, init_from=start_here, max_step=2)
     trainer.run()
     router = trainer.trainer_state.model["decoder"]["repeated0"]["feed_forward"]["router"]
     tensors = load_file(f"{folder}/model.safetensors")
@@ -220,7 +220,6 @@ def trainer_of(model, folder, **fields):
 def test_a_run_may_train_with_other_settings_than_the_folder(tmp_path):
     cfg, _ = read_config(str(FIXTURES / "qwen3_moe"))
     folder = str(FIXTURES / "qwen3_moe")
-    builder = config_for_function(state_from_hugging_face).set(folder=folder)
     loop = LoopStack.default_config().set(
         num_layers=cfg.decoder.num_layers,
         block=[layer.clone() for layer in cfg.decoder.block] * cfg.decoder.num_layers,
@@ -229,7 +228,8 @@ def test_a_run_may_train_with_other_settings_than_the_folder(tmp_path):
         layer.feed_forward.load_balance_loss = LoadBalanceLoss.default_config().set(
             weight=0.1, scope=BalanceScope.GLOBAL_BATCH
         )
-    trainer = trainer_of(cfg.clone(decoder=loop), tmp_path, init_state_builder=builder)
+    start_here = InitFrom.default_config().set(run=folder)
+    trainer = trainer_of(cfg.clone(decoder=loop), tmp_path, init_from=start_here)
     trainer.init()
     made = trainer.trainer_state.model["decoder"]["layer1"]
     want = load_pretrained(folder).params["decoder"]["repeated0"]
@@ -296,9 +296,9 @@ def test_what_transformers_does_not_compute_is_logged(tmp_path, caplog):
 @pytest.mark.slow
 def test_a_run_of_another_model_is_told_what_differs(tmp_path):
     cfg, _ = read_config(str(FIXTURES / "olmoe"))
-    builder = config_for_function(state_from_hugging_face).set(folder=str(FIXTURES / "olmoe"))
+    start_here = InitFrom.default_config().set(run=str(FIXTURES / "olmoe"))
     cfg.decoder.num_layers = 3
-    trainer = trainer_of(cfg, tmp_path, init_state_builder=builder)
+    trainer = trainer_of(cfg, tmp_path, init_from=start_here)
     message = r"olmoe/config.json.*decoder.num_layers: 3.*2"
     with pytest.raises(CheckpointMismatchError, match=message):
         trainer.init()
@@ -322,8 +322,8 @@ def test_what_one_process_cannot_read_is_an_error_of_all(name, monkeypatch):
         return real(folder)
 
     monkeypatch.setattr(pretrained, name, fail)
-    build = state_from_hugging_face(folder, cfg.instantiate(parent=None))
-    found = run_as_two(monkeypatch, lambda _: build(state))
+    model = cfg.instantiate(parent=None)
+    found = run_as_two(monkeypatch, lambda _: state_from_hugging_face(state, folder, model))
     assert ["planted" in str(error) for error in found] == [True, True], found
 
 
@@ -504,8 +504,7 @@ def test_initial_parameters_are_freed_before_weights_are_read(tmp_path):
     model = cfg.instantiate(parent=None)
     before = random_parameters(cfg)
     state = TrainerState(0, 0, before, LearnerState({}, None, jnp.zeros((), jnp.int32)))
-    build = state_from_hugging_face(str(FIXTURES / "llama3"), model)
-    after = build(state)
+    after = state_from_hugging_face(state, str(FIXTURES / "llama3"), model)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
     check_equal(after.model, load_pretrained(str(FIXTURES / "llama3")).params)
 

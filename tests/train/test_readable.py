@@ -78,9 +78,9 @@ of_notebook.__module__ = "__main__"
 
 
 def config_of(value: Any) -> Any:
-    return tiny.trainer_config("unused", evaler=False).set(
-        init_state_builder=config_for_function(hold).set(value=value)
-    )
+    cfg = tiny.trainer_config("unused", evaler=False)
+    cfg.learner.optimizer = config_for_function(hold).set(value=value)
+    return cfg
 
 
 def specs_of(cfg: Any) -> Any:
@@ -107,7 +107,7 @@ def test_a_value_is_read_back_as_it_was(value):
     check_readable(cfg, specs_of(cfg))
     back = parse(cfg.debug_string().encode().decode())
     expected = re.sub(r"np\.\w+\(([^)]*)\)", r"\1", repr(value))  # Scalars of NumPy become plain.
-    assert repr(back.init_state_builder.value) == expected
+    assert repr(back.learner.optimizer.value) == expected
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_value_is_read_back_as_it_was(value):
 )
 def test_a_value_that_cannot_be_read_back_is_named(value, message):
     cfg = config_of(value)
-    with pytest.raises(UserError, match=rf"init_state_builder\.value.*{message}"):
+    with pytest.raises(UserError, match=rf"learner\.optimizer\.value.*{message}"):
         check_readable(cfg, specs_of(cfg))
 
 

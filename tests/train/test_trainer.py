@@ -368,24 +368,6 @@ def test_inputs_know_the_vocabulary_of_the_model(tmp_path):
     assert identity(trainer.config.debug_string()) == before
 
 
-def test_state_can_be_changed_before_the_first_step(tmp_path):
-    cfg = tiny.trainer_config(tmp_path)
-    cfg.init_state_builder = tiny.config_for_function(_zero_head)
-    cfg.learner.optimizer = tiny.config_for_function(optax.contrib.schedule_free_sgd)
-    cfg.learner.ema.decay = 0.9
-    trainer = cfg.instantiate(parent=None)
-    trainer.init()
-    state = trainer.trainer_state
-    copies = optax.tree.get(state.learner.optimizer, "z"), state.learner.ema.params
-    assert not any(jnp.any(params["head"]) for params in (state.model, *copies))
-
-
-def _zero_head():
-    return lambda state: state._replace(
-        model={**state.model, "head": jnp.zeros_like(state.model["head"])}
-    )
-
-
 def test_the_step_is_compiled_with_the_options_of_the_devices_and_the_config(tmp_path):
     cfg = tiny.trainer_config(tmp_path)
     assert cfg.instantiate(parent=None).compiler_options() == {}

@@ -37,12 +37,8 @@ from moelib.layers.initializers import normal
 from moelib.models.huggingface.families import read_model
 from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.train import convert
-from moelib.train.pretrained import (
-    load_pretrained,
-    read_config,
-    save_pretrained,
-    state_from_hugging_face,
-)
+from moelib.train.init_from import InitFrom
+from moelib.train.pretrained import load_pretrained, read_config, save_pretrained
 from tests.layers.calling import QUICK
 
 pytestmark = [pytest.mark.hf, pytest.mark.slow]
@@ -262,8 +258,8 @@ def test_a_trained_run_writes_the_same_in_transformers_and_goes_on_from_there(py
     assert architecture == "Qwen2MoeForCausalLM"
     check(python, cfg, params, tmp_path / "hf", "Qwen2MoeForCausalLM")
 
-    builder = config_for_function(state_from_hugging_face).set(folder=str(tmp_path / "hf"))
-    fields = {"model": read_config(str(tmp_path / "hf"))[0], "init_state_builder": builder}
+    start = InitFrom.default_config().set(run=str(tmp_path / "hf"))
+    fields = {"model": read_config(str(tmp_path / "hf"))[0], "init_from": start}
     again = run_of(tmp_path, dir=str(tmp_path / "again"), max_step=60, **fields)
     batch = jax.tree.map(jnp.asarray, next(iter(first.input.iterator())))
     (loss, _), _ = functional(first.model, None, params, (batch,), is_training=False)

@@ -1,6 +1,5 @@
 """The sweep: order of rows, prices, and how long it takes."""
 
-
 import pytest
 
 from experiments import flame_moe, gpt_oss, open_models
