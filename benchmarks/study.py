@@ -100,7 +100,8 @@ def config(size: Size, kind: str) -> Any:
     if kind == "dense":
         return dense_twin(cfg).config
     log = RoutingEvaler.default_config().set(evaler="validation")
-    return cfg.set(routing_log=log.set(eval_policy=evaler.eval_policy.clone()))
+    log.set(eval_policy=evaler.eval_policy.clone())
+    return cfg.set(watchers={"routing_log": log})
 
 
 def named_trainer_configs() -> Mapping[str, Callable[[], Any]]:

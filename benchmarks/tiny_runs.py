@@ -59,8 +59,9 @@ def tiny_config(name: str, folder: str, *, steps: int, num_devices: int) -> Any:
     evaler.eval_policy.set(n=steps)
     small.evalers = {"validation": evaler}
     if name.startswith("flame-moe"):
-        small.routing_log = RoutingEvaler.default_config()
-        small.routing_log.eval_policy.set(num=2)
+        log = RoutingEvaler.default_config()
+        log.eval_policy.set(num=2)
+        small.watchers["routing_log"] = log
     return small
 
 
@@ -85,7 +86,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         experts = getattr(decoder.block[0].feed_forward, "num_experts", 0)
         cells = (decoder.num_layers, experts or "-", f"{losses[0]:.3f}", f"{losses[-1]:.3f}")
         rows.append([name, *map(str, cells), f"{seconds:.0f}"])
-        if trainer.config.routing_log is not None:
+        if "routing_log" in trainer.config.watchers:
             analyze.run(analyze.Flags(trainer_dir=trainer.config.dir), ["routing"])
     columns = ["config", "layers>", "experts>", "first loss>", "last loss>", "seconds>"]
     note = f"{flags.steps} steps each, compilation included; runs in {flags.folder}."

@@ -45,7 +45,8 @@ def dense_twin(cfg: Any, *, width: float = 1.0, multiple_of: int = MULTIPLE) -> 
     Raises:
         UserError: If the model has no MoE layer.
     """
-    moe, twin = cfg.model, cfg.clone(routing_log=None)
+    watchers = {k: x for k, x in cfg.watchers.items() if not x.klass.watches_experts}
+    moe, twin = cfg.model, cfg.clone(watchers=watchers)
     dims: dict[str, int] = {}
     layers = [(path, x) for path, x in sub_configs(moe) if isinstance(x, MoELayer.Config)]
     if not layers:

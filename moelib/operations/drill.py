@@ -92,14 +92,14 @@ def scenarios(interval: int, num_processes: int) -> list[Scenario]:
         Scenario("data cannot be read", data("fail"), once, by_hand=True),
         Scenario("parameters become NaN", not_a_number, once, by_hand=True),
         Scenario(
-            "parameters become NaN, bad_steps",
+            "parameters become NaN, BadSteps",
             not_a_number,
             once,
             setup=_take_again,
             event=SUSPECTED,
         ),
         Scenario(
-            "a bit flips in one replica, device_check",
+            "a bit flips in one replica, DeviceCheck",
             [at_step("replica_bit")],
             once,
             by_hand=True,
@@ -116,11 +116,12 @@ def _save_locally(cfg: Any) -> None:
 
 
 def _take_again(cfg: Any) -> None:
-    cfg.bad_steps = BadSteps.default_config()
+    cfg.watchers = {"bad_steps": BadSteps.default_config()}
 
 
 def _check_devices(cfg: Any) -> None:
-    cfg.device_check = DeviceCheck.default_config().set(every_n_steps=1, dim=64)
+    check = DeviceCheck.default_config().set(every_n_steps=1, dim=64)
+    cfg.watchers = {"device_check": check}
 
 
 def random_kills(number: int, interval: int, num_processes: int, seed: int = 0) -> list[Scenario]:

@@ -36,7 +36,7 @@ def measured_step_seconds(cfg: Any, num_steps: int = 5) -> float:
         cfg: Config of a trainer of a language model; its data are not read.
         num_steps: Steps of an interval, of which there are five.
     """
-    cfg = cfg.clone(evalers={}, checkpointer=None, routing_log=None)
+    cfg = cfg.clone(evalers={}, checkpointer=None, watchers={})
     cfg.set(max_step=_INTERVALS * num_steps, log_every_n_steps=num_steps)
     cfg.input = SyntheticInput.default_config().set(
         seq_len=cfg.input.seq_len, global_batch_size=cfg.input.global_batch_size

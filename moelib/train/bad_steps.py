@@ -8,13 +8,21 @@ the policy: a run that starts again continues where it was.
 import collections
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from moelib.core.config import Configurable, config_class
+import jax
+
+from moelib.core.config import config_class, config_for_function
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
+from moelib.core.processes import on_process_0
+from moelib.learner.transforms import skip_bad_steps
+from moelib.train.failures import BadStepError, last_good, non_finite_error
+from moelib.train.rewind import course_of
+from moelib.train.run_log import log_event, read_events
 from moelib.train.step import NON_FINITE
+from moelib.train.watcher import GoBack, Watcher
 
 BAD_STEP, SKIPPED_STEP = "bad_step", "skipped_step"
 SUSPECTED = "silent_data_corruption_suspected"
@@ -30,24 +38,11 @@ _ROWS = {  # What an event or the action of a bad step is called in the final ta
 }
 
 
-class BadStepError(UserError):
-    """A bad step at which the run stops."""
-
-
-class TakeAgain(Exception):  # noqa: N818 (no error)
-    """A bad step after which the run goes back to its newest checkpoint."""
-
-    def __init__(self, *, skips_data: bool) -> None:
-        """Takes whether data are skipped then."""
-        super().__init__()
-        self.skips_data = skips_data
-
-
-class BadSteps(Configurable):
+class BadSteps(Watcher):
     """Decides what to do after each step, equally on all processes."""
 
     @config_class
-    class Config(Configurable.Config):
+    class Config(Watcher.Config):
         # Action at a loss, or parameters, that are not finite. "skip" leaves it to learner.skip,
         # which is set to transforms.skip_bad_steps if it is unset.
         non_finite: Literal["stop", "skip", "rewind"] = "rewind"
@@ -62,6 +57,11 @@ class BadSteps(Configurable):
         skip_before: int = 0
         max_rewinds: int = 10  # Rewinds of a run, over all its starts; the next bad step stops it.
 
+        def complete(self, trainer: Any) -> None:
+            """Lets the learner skip bad steps, if this policy leaves it to the learner."""
+            if self.non_finite == "skip" and trainer.learner.skip is None:
+                trainer.learner.skip = config_for_function(skip_bad_steps)
+
     def __init__(self, cfg: Config) -> None:
         """Checks the settings. Raises UserError if a number is out of its range."""
         super().__init__(cfg)
@@ -75,6 +75,49 @@ class BadSteps(Configurable):
         )
         self._num_rewinds = 0
         self._again: Mapping[str, Any] = {}  # The event of the step to take again.
+
+    def prepare(self, trainer: Any) -> None:
+        """Raises UserError if there are no checkpoints to go back to."""
+        rewinds = "rewind" in (self.config.non_finite, self.config.spike)
+        if trainer.config.checkpointer is None and rewinds:
+            raise UserError(
+                "bad_steps is set, but checkpointer is None; set it, or remove bad_steps from "
+                "watchers."
+            )
+
+    def started(self) -> None:
+        """Continues with the log of the run."""
+        self.resume(self.run.step, course_of(self.run.config.dir))
+
+    def step_done(self, step: int, scalars: Scalars) -> Scalars:
+        """Logs what the policy decides. Raises GoBack or BadStepError at a bad step."""
+        run = self.run
+        event = self.judge(step, run.position, scalars, first=run.first_to_skip)
+        if event is None:
+            return scalars
+        if event["event"] == SUSPECTED:
+            devices = [str(device) for device in run.mesh.devices.flat]
+            # No collective of its own, as the next step is running.
+            event["devices"] = run.description.splitlines()[:-1] or devices
+        if event["event"] != BAD_STEP:
+            run.note(**event)
+            run.print(describe(event))
+            return scalars
+        # Later decisions depend on the event.
+        jax.block_until_ready(run.state())  # Else its collectives meet those of the next step.
+        on_process_0(lambda: log_event(run.config.dir, **event))
+        run.print(describe(event))
+        if event["action"] != "stop":
+            raise GoBack("bad step", durable=event["action"] == "skip_batches")
+        if scalars[NON_FINITE]:
+            cure = f"Raise bad_steps.max_rewinds={self.config.max_rewinds}, or lower"
+            raise non_finite_error(step, scalars, run.checkpointer, f"{cure} the learning rate")
+        raise BadStepError(f"{describe(event)}. {last_good(run.checkpointer)}")
+
+    def rows(self) -> Sequence[tuple[str, str]]:
+        """Returns the row with the number of bad steps of each kind, if there are some."""
+        text = counts(read_events(self.run.config.dir))
+        return [("bad steps", text)] if text else []
 
     def resume(self, step: int, events: Iterable[Mapping[str, Any]]) -> None:
         """Continues after `step` with the events of the run so far."""

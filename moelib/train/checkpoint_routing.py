@@ -41,9 +41,9 @@ def write_missing_logs(
         run: Folder of the run.
         steps: Steps of checkpoints.
         evaler: Name of the evaler whose input is read; None for that of the run's logs or of its
-            `routing_log`, or else "validation" or the only one.
-        max_batches: Number of batches; None for that of the run's logs or of its `routing_log`, or
-            else 1.
+            `RoutingEvaler`, or else "validation" or the only one.
+        max_batches: Number of batches; None for that of the run's logs or of its `RoutingEvaler`,
+            or else 1.
         on_step: Function called with each step before its log is written.
         mesh: Mesh, such as "fsdp=4"; None for the first device.
         loading: Further arguments of `load_model`.
@@ -98,7 +98,7 @@ def _writer_for(model: Any, run: str, name: str | None, max_batches: int | None)
     if model.config is None:
         raise UserError(f"{run} is no run of moelib; name a folder with config.txt.")
     trainer_config = completed(model.config.clone(dir=run))
-    cfg = model.config.routing_log or RoutingEvaler.default_config()
+    cfg = _routing_evaler(model.config) or RoutingEvaler.default_config()
     names = list(trainer_config.evalers)
     if name is None:
         name = cfg.evaler if cfg.evaler in names else _only(names)
@@ -110,19 +110,25 @@ def _writer_for(model: Any, run: str, name: str | None, max_batches: int | None)
     logs = [step for step, complete in list_logs(run, name).items() if complete]
     if max_batches is None and logs:
         max_batches = RoutingLog(log_folder(run, name, logs[-1])).header.num_batches
-    cfg = cfg.clone(name="routing_log", evaler=name, max_batches=max_batches or cfg.max_batches)
-    digest = config_hash(model.config.debug_string())
     policy = config_for_function(every_n_steps_policy)
-    return cfg.set(eval_policy=policy).instantiate(
-        parent=None, model=model.model, trainer_config=trainer_config, digest=digest
-    )
+    writer = cfg.clone(
+        evaler=name, max_batches=max_batches or cfg.max_batches, eval_policy=policy
+    ).instantiate()
+    writer.use(model.model, trainer_config, config_hash(model.config.debug_string()))
+    return writer
+
+
+def _routing_evaler(cfg: Any) -> RoutingEvaler.Config | None:
+    """Returns the first one of the watchers of a `SpmdTrainer.Config`."""
+    found = (x for x in cfg.watchers.values() if isinstance(x, RoutingEvaler.Config))
+    return next(found, None)
 
 
 def expected_steps(run: str, evaler: str, last: int) -> list[int]:
     """Returns the steps, up to `last`, that a run's config says to have a log or a checkpoint of.
 
-    They are those of `routing_log`, if it has this evaler, or else those of the checkpoints, if all
-    are kept; none if the config cannot be read.
+    They are those of its `RoutingEvaler`, if it has this evaler, or else those of the checkpoints,
+    if all are kept; none if the config cannot be read.
     """
     try:
         text, source = saved_config(run, newest_record(os.path.join(run, "checkpoints")))
@@ -133,8 +139,9 @@ def expected_steps(run: str, evaler: str, last: int) -> list[int]:
         logger.warning("Steps without a log are not known: %s", error)
         return []
     policy = None
-    if cfg.routing_log is not None and cfg.routing_log.evaler == evaler:
-        policy = cfg.routing_log.eval_policy
+    log = _routing_evaler(cfg)
+    if log is not None and log.evaler == evaler:
+        policy = log.eval_policy
     elif cfg.checkpointer is not None and cfg.checkpointer.keep_last_n is None:
         policy = cfg.checkpointer.save_policy
     if policy is None:

@@ -19,10 +19,11 @@ from jax.sharding import PartitionSpec as P
 
 from moelib.checkpoint.checksums import checksum
 from moelib.core import lost_process, tree
-from moelib.core.config import Configurable, config_class
+from moelib.core.config import config_class
 from moelib.core.errors import UserError
 from moelib.core.processes import gather_json
 from moelib.train.compiler_options import deterministic_options
+from moelib.train.watcher import Watcher
 
 _MOST_SHOWN = 3
 _DTYPES = ("bfloat16", "float32")
@@ -33,34 +34,59 @@ class DeviceCheckError(UserError, RuntimeError):
     """Devices compute or hold different bits."""
 
 
-class DeviceCheck(Configurable):
+class DeviceCheck(Watcher):
     """Compares a fixed computation, and the replicas of the state, between all devices of a mesh.
 
     Arrays in host memory, and those of which each device holds another part, are not compared.
     """
 
     @config_class
-    class Config(Configurable.Config):
+    class Config(Watcher.Config):
         every_n_steps: int = 100  # Steps between checks; each save is preceded by one, too.
         dim: int = 512  # Size of the matrices of the computation, of 48 dim^3 FLOPs per device.
         # End of the run: "stop" with exit status 2, after which it is not started again, or
         # "restart" with 88, after which a launcher starts it again, maybe on the same devices.
         on_difference: Literal["stop", "restart"] = "stop"
 
-    def __init__(self, cfg: Config, *, mesh: jax.sharding.Mesh) -> None:
-        """Computes nothing. Raises UserError if a number is not positive."""
+    def __init__(self, cfg: Config) -> None:
+        """Raises UserError if a number is not positive."""
         super().__init__(cfg)
         for name in ("every_n_steps", "dim"):
             if (value := getattr(self.config, name)) < 1:
                 raise UserError(f"device_check.{name}={value}: set 1 or more.")
+
+    def started(self) -> None:
+        """Begins with the devices of the run; the first results are those that later ones equal."""
+        self.use(self.run.mesh)
+        self._good_step = self.run.start_step  # The last step without a difference.
+        self._checked_step: int | None = None
+
+    def use(self, mesh: jax.sharding.Mesh) -> None:
+        """Sets the devices to compare; computes nothing."""
         self._mesh, self._first = mesh, cast("npt.NDArray[np.uint32] | None", None)
         split = jax.sharding.NamedSharding(mesh, P(mesh.axis_names))
-        seeds = np.zeros(mesh.size, np.uint32)  # Of run time, or a compiler would compute all.
+        # An argument of the program: a compiler would compute all from a constant.
+        seeds = np.zeros(mesh.size, np.uint32)
         self._seeds = jax.make_array_from_callback(seeds.shape, split, seeds.__getitem__)
 
-    def is_due(self, step: int) -> bool:
-        """Returns whether to check after a step: the first one of a start, and every n-th."""
-        return self._first is None or step % self.config.every_n_steps == 0
+    def between_steps(self, step: int) -> None:
+        """Checks after the first step of a start, and after every n-th."""
+        if self._first is None or step % self.config.every_n_steps == 0:
+            self.before_save(step)
+
+    def before_save(self, step: int) -> None:
+        """Checks, once per step. Raises DeviceCheckError if there are differences."""
+        run = self.run
+        if step == self._checked_step:
+            return
+        run.wait()
+        self._checked_step = step
+        if found := self.check(run.state()):
+            if run.checkpointer is not None and run.checkpointer.local is not None:
+                run.checkpointer.local.delete_after(self._good_step)  # Later ones: not checked.
+            run.note("device_difference", step=step, differences=found)
+            raise self.error(step, found)
+        self._good_step = step
 
     def check(self, state: Any) -> list[str]:
         """Returns a sentence per difference; all processes must call it, and get the same.

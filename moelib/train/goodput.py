@@ -13,10 +13,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from moelib.checkpoint.restore import first_line
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.core.metrics_file import read_metrics
-from moelib.train.run_log import log_event, read_events
+from moelib.core.progress import format_seconds
+from moelib.train.run_log import read_events
+from moelib.train.watcher import GoBack, Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -83,63 +86,71 @@ def _with_share(seconds: Scalars) -> Scalars:
     return {"goodput": seconds[PRODUCTIVE] / total if total > 0 else 0.0, **seconds}
 
 
-class TimeAccount:
-    """Seconds of a run, those of its earlier starts included; writes its log on process 0."""
+class Goodput(Watcher):
+    """The account of a run's time, its earlier starts included; logs records on process 0."""
 
-    def __init__(self, directory: str, metrics_path: str) -> None:
-        """Begins the time of a start, of a run with this folder and this file of metrics."""
-        self._dir, self._metrics_path = directory, metrics_path
-        self._time, self._begin = time.time(), time.perf_counter()
-        self._restore_seconds = self._compile_seconds = 0.0
+    def started(self) -> None:
+        """Counts the earlier starts; called before the metrics after the first step are dropped."""
+        run = self.run
         self._carried = dict.fromkeys(_NAMES, 0.0)
+        self._is_compiled = False
+        if jax.process_index() == 0:
+            try:
+                lines = [
+                    x for x in read_metrics(run.metrics_path, ("time", *_NAMES)) if PRODUCTIVE in x
+                ]
+                events = read_events(run.config.dir)
+                self._carried = carried_over(events, lines, run.step, run.began)
+            except (OSError, UserError) as error:
+                logger.error("GOODPUT excludes the earlier starts: %s.", error)
+        self._log("restored", seconds=round(self._restore_seconds, 3))
 
-    def start(self) -> None:
-        """Logs the start, once the folder belongs to this run."""
-        self.note("start", time=round(self._time, 3), num_processes=jax.process_count())
+    @property
+    def _restore_seconds(self) -> float:
+        return self.run.restore_seconds if self.run.start_step else 0.0
 
-    def resume(self, step: int, restore_seconds: float) -> None:
-        """Counts the earlier starts; to be called before the metrics after `step` are dropped."""
-        self._restore_seconds = restore_seconds if step else 0.0
-        if jax.process_index() != 0:
-            return
-        try:
-            names = ("time", *_NAMES)
-            lines = [x for x in read_metrics(self._metrics_path, names) if PRODUCTIVE in x]
-            events = read_events(self._dir)
-            self._carried = carried_over(events, lines, step, self._time)
-        except (OSError, UserError) as error:
-            logger.error("GOODPUT excludes the earlier starts: %s.", error)
-        self.log("restored", step, {}, seconds=round(self._restore_seconds, 3))
+    def step_done(self, step: int, scalars: Scalars) -> Scalars:
+        """Adds `goodput` and the seconds of the run up to now, if the step is logged."""
+        return scalars | self.metrics() if self.run.is_logged(step) else scalars
 
-    def compiled(self, step: int, seconds: float) -> None:
-        """Counts the compilation of the step, and logs it."""
-        self._compile_seconds += seconds
-        self.log("compiled", step, {}, seconds=round(seconds, 3))
+    def between_steps(self, step: int) -> None:
+        """Logs the compilation, in the first step."""
+        if not self._is_compiled:
+            self._is_compiled = True
+            self._log("compiled", step=step, seconds=round(self.run.compile_seconds, 3))
 
-    def metrics(self, parts: Mapping[str, float]) -> Scalars:
-        """Returns `goodput` and the seconds of the run up to now.
+    def ended(self) -> None:
+        """Logs the end of this start, and its error or what stopped it."""
+        run = self.run
+        fields = {"stopped_by": run.stopped_by} if run.stopped_by else {}
+        if isinstance(run.error, GoBack):
+            fields = {"stopped_by": run.error.reason}
+        elif run.error is not None:
+            fields = {"error": first_line(run.error)}
+        self._log("end", **fields)
 
-        `parts` are the seconds of this start by the parts of `Throughput`; the rest is start-up.
-        """
-        found = dict(self._carried)
-        for part, name in _OF_PART.items():
-            found[name] += parts.get(part, 0.0)
-        found[RESTORE] += self._restore_seconds
-        found[COMPILATION] += self._compile_seconds
-        counted = sum(parts.values()) + self._restore_seconds + self._compile_seconds
-        found[STARTUP] += max(time.perf_counter() - self._begin - counted, 0.0)
+    def rows(self) -> Sequence[tuple[str, str]]:
+        """Returns the row with the goodput and the seconds of what is lost."""
+        return [("goodput", goodput_text(self.metrics()))]
+
+    def metrics(self) -> Scalars:
+        """Returns `goodput` and the seconds of the run up to now; what is not timed is start-up."""
+        run, found = self.run, dict(self._carried)
+        parts = {_OF_PART[part]: seconds for part, seconds in run.seconds().items()}
+        parts |= {RESTORE: self._restore_seconds, COMPILATION: run.compile_seconds}
+        for name, seconds in parts.items():
+            found[name] += seconds
+        found[STARTUP] += max(time.time() - run.began - sum(parts.values()), 0.0)
         return _with_share(found)
 
-    def log(self, event: str, step: int, parts: Mapping[str, float], **fields: Any) -> None:
-        """Logs an event that is a record; see `metrics`."""
-        record = {name: round(value, 4) for name, value in self.metrics(parts).items()}
-        self.note(event, step=step, **fields, **record)
+    def _log(self, event: str, **fields: Any) -> None:
+        """Logs an event that is a record."""
+        record = {name: round(value, 4) for name, value in self.metrics().items()}
+        self.run.note(event, **{"step": self.run.step, **fields}, **record)
 
-    def note(self, event: str, **fields: Any) -> None:
-        """Logs an event on process 0; a failure is logged, and training continues."""
-        if jax.process_index() != 0:
-            return
-        try:
-            log_event(self._dir, event, **fields)
-        except (OSError, UserError) as error:
-            logger.error("NO EVENT %r in the log of the run: %s. Training continues.", event, error)
+
+def goodput_text(scalars: Scalars) -> str:
+    """Returns the goodput of a run over all of its starts, with the seconds of what is lost."""
+    lost = [(title, scalars[f"time_lost/{name}"]) for name, title in CATEGORIES.items()]
+    parts = [f"{title} {format_seconds(x)}" for title, x in lost if x >= 0.05]
+    return f"{scalars['goodput']:.1%}" + (f" ({', '.join(parts)})" if parts else "")

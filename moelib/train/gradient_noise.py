@@ -10,7 +10,6 @@ micro-batches with different numbers of tokens are ours: each counts by its toke
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars, WeightedScalar
 from moelib.learner.transforms import global_norm
+from moelib.train.watcher import Watcher
 
 SQUARED_NORM, TRACE = "gradient_noise/squared_norm", "gradient_noise/covariance_trace"
 SCALE = "gradient_noise/scale"
@@ -81,24 +81,25 @@ def estimates(metrics: dict[str, Any], norm: jax.Array) -> dict[str, jax.Array]:
     return {TRACE: trace, SQUARED_NORM: big - trace * one_over_big}
 
 
-class NoiseScale:
+class NoiseScale(Watcher):
     """Running averages of the estimates of all steps; they start again with the process."""
 
-    def __init__(self) -> None:
+    def __init__(self, cfg: Any) -> None:
+        super().__init__(cfg)
         self._averages: Scalars = {}
 
-    def after(self, scalars: Mapping[str, float]) -> Scalars:
-        """Adds the estimates of a step, unless they are not finite.
+    def step_done(self, step: int, scalars: Scalars) -> Scalars:
+        """Adds the estimates of a step to the averages, unless they are not finite.
 
-        Returns {`gradient_noise/scale`: tokens}, the ratio of the averages, or {} if the step has
-        no estimates. The scale is NaN while the average of |G|^2 is not positive.
+        Adds `gradient_noise/scale`, in tokens, the ratio of the averages. It is NaN while the
+        average of |G|^2 is not positive.
         """
-        if SQUARED_NORM not in scalars:
-            return {}
+        del step
         new = {name: scalars[name] for name in (SQUARED_NORM, TRACE)}
         if all(map(math.isfinite, new.values())):
             # Both begin at 0, which cancels in the ratio.
             average = lambda name: self._averages.get(name, 0.0) * _DECAY + new[name] * (1 - _DECAY)
             self._averages = {name: average(name) for name in new}
         squared_norm = self._averages.get(SQUARED_NORM, 0.0)
-        return {SCALE: self._averages[TRACE] / squared_norm if squared_norm > 0 else math.nan}
+        scale = self._averages[TRACE] / squared_norm if squared_norm > 0 else math.nan
+        return {**scalars, SCALE: scale}

@@ -36,9 +36,9 @@ _NOT_OF_THE_NUMBERS = re.compile(
     r"(name|max_step|train_dtype|num_microbatches|mesh_shape|mesh_axis_names"
     r"|mesh_rules|auto_sharding|sharding_rules|pipeline_schedule|compiler_options"
     r"|kernel_backends|skip_kernel_check|dir|accept_changes|checkpointer|evalers|summary_writer"
-    r"|log_every_n_steps|stop_on_nan|init_from|bad_steps|rewind_to|skip_batches"
+    r"|log_every_n_steps|stop_on_nan|init_from|watchers|rewind_to|skip_batches"
     r"|watchdog_timeout_seconds|crash_on_hang_timeout_seconds|start_trace_steps|num_trace_steps"
-    r"|device_check|deterministic|input_retries|log_gradient_noise|routing_log"
+    r"|deterministic|input_retries|log_gradient_noise"
     r")\b.*"
 )
 

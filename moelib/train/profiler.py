@@ -4,30 +4,33 @@ import itertools
 import logging
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
+from moelib.core import storage
+from moelib.core.config import config_class
 from moelib.core.errors import UserError
+from moelib.train.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
 
-class ProfilerWindow:
+class ProfilerWindow(Watcher):
     """Traces windows of steps into `<dir>/profile`.
 
     TensorBoard's profile plugin and Perfetto (`perfetto_trace.json.gz`) show the traces.
     """
 
-    def __init__(
-        self, directory: str, start_steps: Sequence[int], num_steps: int = 3, *, max_step: int
-    ) -> None:
-        """Checks the settings: a trace of `num_steps` steps from each of `start_steps`, 1 or more.
+    @config_class
+    class Config(Watcher.Config):
+        start_steps: Sequence[int] = ()  # Steps before which a trace starts, 1 or more.
+        num_steps: int = 3  # Steps per trace.
 
-        Traces that begin after `max_step`, the last step, are reported.
-
-        Raises:
-            UserError: If there is no step to trace, or two traces overlap.
-        """
+    def __init__(self, cfg: Config) -> None:
+        """Checks the settings. Raises UserError if there is no step to trace, or traces overlap."""
+        super().__init__(cfg)
+        start_steps, num_steps = self.config.start_steps, self.config.num_steps
         starts = sorted(start_steps)
         if num_steps < 1 or (starts and starts[0] < 1):
             raise UserError(
@@ -40,28 +43,53 @@ class ProfilerWindow:
                     f"start_trace_steps: the traces of {num_steps} steps from {a} and from {b} "
                     f"overlap; leave {num_steps} steps or more between them."
                 )
-        if late := [step for step in starts if step > max_step]:
+        self._until: int | None = None  # Last step of the current trace.
+
+    def prepare(self, trainer: Any) -> None:
+        """Raises UserError if traces cannot be written; warns of those after the last step."""
+        directory, max_step = trainer.config.dir, trainer.config.max_step
+        if self.config.start_steps and storage.is_remote(directory):
+            raise UserError(
+                f"start_trace_steps is {list(self.config.start_steps)}, but dir is {directory!r}: "
+                "traces are written to local folders; set dir to one in a run that is traced."
+            )
+        if late := [step for step in self.config.start_steps if step > max_step]:
             logger.warning(
                 "start_trace_steps %s: no trace begins there, because max_step is %d.",
                 late,
                 max_step,
             )
-        self._starts, self._num = set(starts), num_steps
-        self.directory = os.path.join(directory, "profile")
-        self._until: int | None = None
 
-    def before_step(self, step: int) -> None:
-        """Starts a trace if one is due before this step."""
-        if step in self._starts and self._until is None:
-            jax.profiler.start_trace(self.directory)
-            self._until = step + self._num - 1
+    @property
+    def directory(self) -> str:
+        """The folder of the traces."""
+        return os.path.join(self.run.config.dir, "profile")
 
-    def ends_after(self, step: int) -> bool:
-        """Returns whether a trace ends with this step, which must have finished before `stop`."""
-        return self._until is not None and step >= self._until
+    def started(self) -> None:
+        """Starts a trace if one is due before the first step."""
+        self._start(self.run.step + 1)
 
-    def stop(self) -> None:
+    def between_steps(self, step: int) -> None:
+        """Ends the current trace after its last step, and starts one before the next step."""
+        if self._until is not None and step >= self._until:
+            self.run.wait()
+            self._stop()
+        self._start(step + 1)
+
+    def ended(self) -> None:
         """Ends the current trace, if any."""
+        self._stop()
+
+    def rows(self) -> Sequence[tuple[str, str]]:
+        """Returns the row with the folder of the traces."""
+        return [("traces", self.directory)] if self.config.start_steps else []
+
+    def _start(self, step: int) -> None:
+        if step in self.config.start_steps and self._until is None:
+            jax.profiler.start_trace(self.directory)
+            self._until = step + self.config.num_steps - 1
+
+    def _stop(self) -> None:
         if self._until is not None:
             self._until = None
             jax.profiler.stop_trace()

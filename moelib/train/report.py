@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 from moelib.core.metrics import Scalars
 from moelib.core.progress import format_seconds
-from moelib.train.goodput import CATEGORIES
 
 _SHOWN = (  # (metric, format)
     ("loss", "loss {:.4f}"),
@@ -81,13 +80,6 @@ _RATES = (  # (metric, title, format)
 def rates(scalars: Scalars) -> list[tuple[str, str]]:
     """Returns (title, text) of each rate of a run, and of the peak memory of a device."""
     return [(title, form.format(scalars[name])) for name, title, form in _RATES if name in scalars]
-
-
-def goodput_text(scalars: Scalars) -> str:
-    """Returns the goodput of a run over all of its starts, with the seconds of what is lost."""
-    lost = [(title, scalars[f"time_lost/{name}"]) for name, title in CATEGORIES.items()]
-    parts = [f"{title} {format_seconds(x)}" for title, x in lost if x >= 0.05]
-    return f"{scalars['goodput']:.1%}" + (f" ({', '.join(parts)})" if parts else "")
 
 
 def wall_time(wall_seconds: float, seconds: Mapping[str, float]) -> str:

@@ -19,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from moelib.checkpoint.policy import evenly_spaced_policy
+from moelib.checkpoint.restore import first_line
 from moelib.core import precision
 from moelib.core.config import InstantiableConfig, config_class, config_for_function, did_you_mean
 from moelib.core.errors import MissingFileError, UserError
-from moelib.core.module import Module, functional, nowrap
+from moelib.core.module import functional
 from moelib.core.processes import agreed, gather_json, on_process_0
 from moelib.core.routing_file import (
     LayerSizes,
@@ -43,8 +44,10 @@ from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.recording import RecordedRouting, recording_routing
 from moelib.models.multi_token_prediction import MULTI_TOKEN
 from moelib.parallel.sharding import current_rules
-from moelib.train.identity import check_inputs
+from moelib.train.identity import check_inputs, config_hash
+from moelib.train.settings import completed
 from moelib.train.state import batch_sharding
+from moelib.train.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -53,29 +56,44 @@ class RoutingLogError(UserError):
     """A routing log that could not be written."""
 
 
-class RoutingEvaler(Module):
+class RoutingEvaler(Watcher):
     """Writes the routing of the first batches of an evaler's data, at steps that a policy selects.
 
     A log is a folder of `moelib.core.routing_file`. MoE layers of multi-token prediction are not in
     it, since they route later tokens than those at their positions.
     """
 
+    watches_experts = True
+
     @config_class
-    class Config(Module.Config):
+    class Config(Watcher.Config):
         # Name in `evalers` of the evaler whose input is read; logs are in routing/<name>/.
         evaler: str = "validation"
         max_batches: int | None = 1  # Number of batches, from the first; None for all.
         # Builds a moelib.checkpoint.policy.Policy, whose max_step is by default the trainer's.
         eval_policy: InstantiableConfig = config_for_function(evenly_spaced_policy).set(num=10)
 
-    def __init__(
-        self, cfg: Any, *, parent: Module | None, model: Any, trainer_config: Any, digest: str
-    ) -> None:
-        """Builds the policy; the input is opened by `open_input` or the first log.
+        def complete(self, trainer: Any) -> None:
+            """Sets the last step of the policy."""
+            if dict(self.eval_policy.items()).get("max_step", 0) is None:
+                self.eval_policy.set(max_step=trainer.max_step)
+
+    def __init__(self, cfg: Config) -> None:
+        """Raises UserError if a number is out of its range."""
+        super().__init__(cfg)
+        if (number := self.config.max_batches) is not None and number < 1:
+            raise UserError(f"routing_log.max_batches={number}; set 1 or more, or None.")
+
+    def prepare(self, trainer: Any) -> None:
+        """See `use`."""
+        self.use(
+            trainer.model, completed(trainer.config), config_hash(trainer.config.debug_string())
+        )
+
+    def use(self, model: Any, trainer_config: Any, digest: str) -> None:
+        """Sets the model and its run; the input is opened by `started` or the first log.
 
         Args:
-            cfg: The config.
-            parent: The trainer, or None.
             model: The model.
             trainer_config: Config of the trainer, completed.
             digest: `config_hash` of the run's config.
@@ -83,15 +101,12 @@ class RoutingEvaler(Module):
         Raises:
             UserError: If the model has no MoE layer, or the trainer no such evaler.
         """
-        super().__init__(cfg, parent=parent)
         cfg = self.config
-        if cfg.max_batches is not None and cfg.max_batches < 1:
-            raise UserError(f"routing_log.max_batches={cfg.max_batches}; set 1 or more, or None.")
         is_layer = isinstance(model, BaseLayer)
         if not is_layer or not any(isinstance(x, MoELayer) for x, _ in model.walk()):
             raise UserError(
                 f"routing_log: the model, {type(model).__qualname__}, has no MoELayer, and so no "
-                "routing; set routing_log=None."
+                "routing; remove the routing log from watchers."
             )
         if cfg.evaler not in trainer_config.evalers:
             raise UserError(
@@ -118,19 +133,39 @@ class RoutingEvaler(Module):
     def _folder(self, step: int) -> str:
         return log_folder(self._trainer.dir, self.config.evaler, step)
 
-    @nowrap
+    def started(self) -> None:
+        """Opens the input, and makes up for a log that the stopped run had no time for."""
+        agreed(lambda: self._input)
+        if self.run.restored is not None:
+            self._log(self.run.step, unless_complete=True)
+
+    def between_steps(self, step: int) -> None:
+        """Writes the log if it is due."""
+        self._log(step)
+
+    def rows(self) -> Sequence[tuple[str, str]]:
+        """Returns the row with the folder of the logs."""
+        return [("routing logs", self.folder)]
+
+    def _log(self, step: int, *, unless_complete: bool = False) -> None:
+        """Writes the log if it is due; a failure is logged, and training continues."""
+        run = self.run
+        if not self.should_log(step=step, unless_complete=unless_complete):
+            return
+        run.wait()
+        with run.spent_on("evaluation"):
+            try:
+                self.write(run.eval_params(), run.mesh, step=step, on_batch=run.on_batch)
+            except RoutingLogError as error:
+                logger.error("NO ROUTING LOG of step %d: %s", step, error)
+                run.note("no_routing_log", step=step, error=first_line(error))
+
     def should_log(self, *, step: int, unless_complete: bool = False) -> bool:
         """Returns whether the policy selects this step, and its log is missing if that matters."""
         due = self._policy(step=step, summaries={})
         is_missing = lambda: not is_complete(self._folder(step))
         return due and (not unless_complete or on_process_0(is_missing))
 
-    @nowrap
-    def open_input(self) -> None:
-        """Opens the input, unless it is open; reads no batch. Raises UserError."""
-        agreed(lambda: self._input)
-
-    @nowrap
     def write(
         self,
         params: Nested,
@@ -219,7 +254,7 @@ class RoutingEvaler(Module):
         if "input_ids" not in batch:
             raise UserError(
                 f"routing_log: batches of evalers.{self.config.evaler} have no input_ids, only "
-                f"{', '.join(batch)}; set routing_log=None."
+                f"{', '.join(batch)}; remove the routing log from watchers."
             )
         specs = self.model.create_parameter_specs_recursively()
         params = precision.cast_parameters(params, specs, self._trainer.train_dtype)
@@ -229,7 +264,7 @@ class RoutingEvaler(Module):
         if not layers:
             raise UserError(
                 "routing_log: no MoE layer outputs its routing; call MoELayer.forward in your own "
-                "layer, or set routing_log=None."
+                "layer, or remove the routing log from watchers."
             )
         masks, arrays = [], {"input_ids": batch["input_ids"]}
         for name in sorted(layers, key=_natural):

@@ -5,13 +5,19 @@ a run resumes.
 """
 
 import json
+import logging
 import os
 import threading
 import time
 from typing import Any
 
+import jax
+
 from moelib.core import storage
+from moelib.core.errors import UserError
 from moelib.core.files import parse_json
+
+logger = logging.getLogger(__name__)
 
 EVENTS_FILE = "events.jsonl"
 CONFIG_FILE = "config.txt"  # Next to it: the config of the run.
@@ -31,6 +37,16 @@ def log_event(directory: str, event: str, **fields: Any) -> None:
         os.stat(directory)  # A folder that was moved is not made again.
     with _APPENDING, storage.open_to_append(os.path.join(directory, EVENTS_FILE)) as file:
         file.write(f"{line}\n".encode())
+
+
+def note_event(directory: str, event: str, **fields: Any) -> None:
+    """Logs an event on process 0; a failure is logged, and training continues."""
+    if jax.process_index() != 0:
+        return
+    try:
+        log_event(directory, event, **fields)
+    except (OSError, UserError) as error:
+        logger.error("NO EVENT %r in the log of the run: %s. Training continues.", event, error)
 
 
 def read_events(directory: str) -> list[dict[str, Any]]:

@@ -11,17 +11,20 @@ from moelib.core import storage
 from moelib.core.config import (
     REQUIRED,
     RequiredFieldMissingError,
-    config_for_function,
     did_you_mean,
 )
 from moelib.core.config_paths import join_path, sub_configs
 from moelib.core.errors import UserError
 from moelib.core.precision import check_float
 from moelib.data.skip_batches import parse_range
-from moelib.learner.transforms import skip_bad_steps
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.parallel.sharding import PIPELINE_RULES, SplitError, mesh_axes
 from moelib.train import gradient_noise
+from moelib.train.goodput import Goodput
+from moelib.train.gradient_noise import NoiseScale
+from moelib.train.profiler import ProfilerWindow
+from moelib.train.watchdog import Watchdog
+from moelib.train.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -78,10 +81,8 @@ def _check_course(cfg: Any) -> None:
         raise UserError(f"input_retries is {cfg.input_retries}; set 0 or more.")
     for text in cfg.skip_batches or ():
         parse_range(text)
-    rewinds = cfg.bad_steps and "rewind" in (cfg.bad_steps.non_finite, cfg.bad_steps.spike)
-    if cfg.checkpointer is None and (rewinds or cfg.rewind_to is not None):
-        name = "bad_steps" if rewinds else "rewind_to"
-        raise UserError(f"{name} is set, but checkpointer is None; set it, or {name}=None.")
+    if cfg.checkpointer is None and cfg.rewind_to is not None:
+        raise UserError("rewind_to is set, but checkpointer is None; set it, or rewind_to=None.")
 
 
 def _inputs(cfg: Any) -> dict[tuple[str, ...], Any]:
@@ -96,11 +97,6 @@ def _check_folders(cfg: Any) -> None:
     folder = cfg.dir if folder is REQUIRED else folder
     if isinstance(folder, str) and storage.is_remote(folder):
         check_url("checkpointer.dir", folder)
-    if cfg.start_trace_steps and isinstance(cfg.dir, str) and storage.is_remote(cfg.dir):
-        raise UserError(
-            f"start_trace_steps is {list(cfg.start_trace_steps)}, but dir is {cfg.dir!r}: traces "
-            "are written to local folders; set dir to one in a run that is traced."
-        )
 
 
 def check_batch(cfg: Any, mesh_shape: Mapping[str, int]) -> None:
@@ -159,6 +155,23 @@ def warn_unused_schedule(cfg: Any, mesh_shape: Mapping[str, int]) -> None:
         )
 
 
+def watchers_of(cfg: Any) -> dict[str, Watcher.Config]:
+    """Returns the watchers of a `SpmdTrainer.Config`: those of its fields, then its own."""
+    found: dict[str, Watcher.Config] = {
+        "goodput": Goodput.default_config(),
+        "watchdog": Watchdog.default_config().set(
+            timeout_seconds=cfg.watchdog_timeout_seconds,
+            crash_timeout_seconds=cfg.crash_on_hang_timeout_seconds,
+        ),
+        "profiler": ProfilerWindow.default_config().set(
+            start_steps=cfg.start_trace_steps, num_steps=cfg.num_trace_steps
+        ),
+    }
+    if cfg.log_gradient_noise:
+        found["gradient_noise"] = NoiseScale.default_config()
+    return found | cfg.watchers
+
+
 def rules_of(cfg: Any) -> dict[str, Sequence[str]]:
     """Returns the changed sharding rules of a `SpmdTrainer.Config`."""
     own = {} if cfg.pipeline_schedule is None else PIPELINE_RULES
@@ -190,14 +203,12 @@ def completed(cfg: Any) -> Any:
     for path, holder in _inputs(cfg).items():
         _fill(holder.input, None, collate=dict(cfg.model.items()).get("collate"))
         _set_vocab_size(holder.input, dict(cfg.model.items()).get("vocab_size"), join_path(path))
-    if cfg.bad_steps and cfg.bad_steps.non_finite == "skip" and cfg.learner.skip is None:
-        cfg.learner.skip = config_for_function(skip_bad_steps)
+    for watcher in cfg.watchers.values():
+        watcher.complete(cfg)
     for _, inside in sub_configs(cfg.learner):
         _fill(inside, REQUIRED, max_step=cfg.max_step)
     for evaler in cfg.evalers.values():
         _fill(evaler.eval_policy, None, max_step=cfg.max_step)
-    if cfg.routing_log is not None:
-        _fill(cfg.routing_log.eval_policy, None, max_step=cfg.max_step)
     if cfg.checkpointer is not None:
         _fill(cfg.checkpointer.save_policy, None, max_step=cfg.max_step)
         _fill(cfg.checkpointer, REQUIRED, dir=os.path.join(cfg.dir, "checkpoints"))

@@ -40,7 +40,8 @@ class Throughput:
         self._peak = peak_flops_per_second(devices[0].device_kind, dtype)
         self._local = [d for d in devices if d.process_index == jax.process_index()]
         self.total_tokens, self._total_slots = 0.0, 0
-        self.total_seconds = dict.fromkeys(PARTS, 0.0)
+        self._total_seconds = dict.fromkeys(PARTS, 0.0)
+        self._has_stopped = False
         self.restart()
 
     def restart(self) -> None:
@@ -88,13 +89,31 @@ class Throughput:
         self.total_tokens += self._tokens
         self._total_slots += self._slots
         for part, seconds in self._spent.items():
-            self.total_seconds[part] += seconds
+            self._total_seconds[part] += seconds
         self.restart()
         return metrics
 
+    def seconds(self) -> dict[str, float]:
+        """Returns the seconds of each part up to now, or up to `stop`; 0 before the first step."""
+        if self._has_stopped or not self._has_steps:
+            return dict(self._total_seconds)
+        found = {part: self._total_seconds[part] + x for part, x in self._spent.items()}
+        rest = time.perf_counter() - self._begin - sum(self._spent.values())
+        return found | {"step": found["step"] + max(rest, 0.0)}
+
+    @property
+    def _has_steps(self) -> bool:
+        return self._steps > 0 or self._total_slots > 0
+
+    def stop(self) -> None:
+        """Counts no further time; the time until now belongs to no part if there was no step."""
+        if not self._has_stopped and self._has_steps:
+            self.report()
+        self._has_stopped = True
+
     def overall(self) -> Scalars:
         """Returns the mean rates over all reported steps; nothing if there were none."""
-        running = self.total_seconds["step"] + self.total_seconds["input"]
+        running = self._total_seconds["step"] + self._total_seconds["input"]
         return (
             self._rates(self.total_tokens, self._total_slots, running) if self._total_slots else {}
         )

@@ -5,7 +5,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import jax
@@ -35,7 +35,7 @@ from moelib.layers.kernel_check import check_kernels
 from moelib.learner.learner import Learner
 from moelib.parallel import sharding
 from moelib.parallel.auto_sharding.specs import ShardingReport
-from moelib.parallel.distributed import check_job, describe_processes
+from moelib.parallel.distributed import check_job
 from moelib.parallel.mesh import (
     MESH_AXIS_NAMES,
     HybridMeshShape,
@@ -47,15 +47,12 @@ from moelib.parallel.mesh import (
 from moelib.parallel.pipeline.schedule import Schedule, check_microbatches
 from moelib.train import gradient_noise, rewind
 from moelib.train import state as state_lib
-from moelib.train.bad_steps import BadSteps, TakeAgain
 from moelib.train.compiler_options import (
     compile_with,
     step_options,
 )
-from moelib.train.device_check import DeviceCheck
 from moelib.train.evaler import SpmdEvaler
-from moelib.train.goodput import TimeAccount
-from moelib.train.identity import check_directory, check_processes, config_hash, write_config
+from moelib.train.identity import check_directory, check_processes, write_config
 from moelib.train.init_from import InitFrom
 from moelib.train.input_state import gather_input_state, input_state_of
 from moelib.train.loop import TrainLoop
@@ -65,8 +62,9 @@ from moelib.train.no_gradient import warn_without_gradient
 from moelib.train.pipeline import PipelineConfig, stack_of, warn_empty_stages
 from moelib.train.pretrained import FILES, copy_files
 from moelib.train.readable import check_readable
-from moelib.train.routing_log import RoutingEvaler
+from moelib.train.routing_log import discard_after
 from moelib.train.run_folder import locked_folders
+from moelib.train.run_log import note_event
 from moelib.train.settings import (
     check_batch,
     check_config,
@@ -74,6 +72,7 @@ from moelib.train.settings import (
     rules_of,
     schedule_on,
     warn_unused_schedule,
+    watchers_of,
 )
 from moelib.train.shardings import shard_external_layers
 from moelib.train.signals import StopRequest, ended_by_sigterm
@@ -83,6 +82,7 @@ from moelib.train.summary_writer import SummaryWriter
 from moelib.train.task import Task
 from moelib.train.task_input import TaskInput
 from moelib.train.watchdog import Watchdog
+from moelib.train.watcher import Activity, GoBack, Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +102,9 @@ class SpmdTrainer(Module):
     Started again, it resumes from the newest checkpoint and takes the same steps, bit for bit, as
     an uninterrupted run on the same mesh.
     """
+
+    model: Any
+    summary_writer: SummaryWriter
 
     @config_class
     class Config(Module.Config):
@@ -160,8 +163,6 @@ class SpmdTrainer(Module):
         # Saves and restores the state; None saves nothing.
         checkpointer: Checkpointer.Config | None = Checkpointer.default_config()
         evalers: dict[str, SpmdEvaler.Config] = {}  # By the name that prefixes their metrics.
-        # Writes the experts of all tokens of an evaler's first batches; None for no such log.
-        routing_log: RoutingEvaler.Config | None = None
         summary_writer: SummaryWriter.Config = SummaryWriter.default_config()  # Metrics on disk.
         log_every_n_steps: int = 10  # Steps between log lines and written metrics.
 
@@ -170,14 +171,13 @@ class SpmdTrainer(Module):
         # Times that a batch is read again after a transient error of the system, such as EIO, after
         # 1, 2, 4 ... seconds; 0 for none.
         input_retries: int = 5
-        # Policy that takes bad steps again, and replaces stop_on_nan; None has only stop_on_nan.
-        bad_steps: BadSteps.Config | None = None
+        # Further behaviors of the run, by a name of your choice, in the order in which they are
+        # called: BadSteps, DeviceCheck, RoutingEvaler, and your own (docs/extend_a_run.md).
+        watchers: dict[str, Watcher.Config] = {}
         # Seconds without a step before the stacks of all threads are printed; None prints nothing.
         watchdog_timeout_seconds: float | None = 1800.0
         # Seconds without a step before the process exits; None never exits.
         crash_on_hang_timeout_seconds: float | None = None
-        # Compares what all devices compute and hold; None trusts them.
-        device_check: DeviceCheck.Config | None = None
         # Whether steps estimate the gradient-noise scale, from the gradients of micro-batches, of
         # which there must be two or more. False adds nothing to a step.
         log_gradient_noise: bool = False
@@ -213,27 +213,18 @@ class SpmdTrainer(Module):
         specs = self.model.create_parameter_specs_recursively()
         self._add_child("learner", cfg.learner, param_specs=specs)
         shared = {"model": self.model, "train_dtype": cfg.train_dtype}
-        self.evalers: dict[str, Any] = {
+        self.evalers: Mapping[str, Any] = {
             name: self._add_child(f"evaler_{name}", evaler, **shared)
             for name, evaler in cfg.evalers.items()
         }
-        if cfg.routing_log is not None:
-            digest = config_hash(self.config.debug_string())
-            self._add_child(
-                "routing_log",
-                cfg.routing_log,
-                model=self.model,
-                trainer_config=cfg,
-                digest=digest,
-            )
+        self.saver: Checkpointer | None = None  # The checkpointer; None if nothing is saved.
         if cfg.checkpointer is not None:
-            self._add_child("checkpointer", cfg.checkpointer)
+            self.saver = cast(Checkpointer, self._add_child("checkpointer", cfg.checkpointer))
         self._add_child("summary_writer", cfg.summary_writer)
         self._origin: dict[str, Any] = {}  # Of the initial state, if it is another run's.
         # The checkpoint that the state is from, without its arrays; None for an initial state.
-        self._restored: Restored | None = None
+        self.restored: Restored | None = None
         self._init_from: InitFrom | None = maybe_instantiate(cfg.init_from)
-        self._bad_steps: BadSteps | None = maybe_instantiate(cfg.bad_steps)
         self.input_state: dict[str, Any] | None = None  # Position in the data, None at first.
         self._compiled: Callable[..., Any] | None = None
         self.on_compiled: Callable[[Any, Any, Any], None] | None = None
@@ -241,7 +232,13 @@ class SpmdTrainer(Module):
         self._check_locks: list[Callable[[], None]] = []  # Raise if a folder of the run was moved.
         self._file_sums: dict[str, str] = {}  # SHA-256 of the tokenizer's files, when written.
         self.step = 0  # Steps taken, known without waiting for the devices.
-        self._account = self._new_account()
+        self.began, self.restore_seconds = time.time(), 0.0  # Of this start; see `Run`.
+        # By name: those of single fields, then those of `watchers`.
+        self.watchers: Mapping[str, Watcher] = {
+            name: watcher.instantiate() for name, watcher in watchers_of(cfg).items()
+        }
+        for watcher in self.watchers.values():
+            watcher.prepare(self)
 
     @nowrap
     def mesh(self) -> jax.sharding.Mesh:
@@ -433,17 +430,18 @@ class SpmdTrainer(Module):
         check_memory(self.trainer_state_specs, self.trainer_state_shardings)
         target = state_lib.abstract_state(self.trainer_state_specs, self.trainer_state_shardings)
         restored = self.checkpointer.restore(target, step=step)
-        self._restored = None
+        self.restored = None
         if restored is None:
             return None
         record = restored.record
-        self._restored = restored._replace(state=None)
+        self.restored = restored._replace(state=None)
         self._state, self.step = restored.state, record.step
         self.input_state = input_state_of(record.input, self._host_rows)
         self._origin, self._file_sums = record.origin, record.files
         return self.step
 
-    def _save_tokenizer(self) -> None:
+    @nowrap
+    def save_tokenizer(self) -> None:
         """Writes the input's tokenizer into the folder of the run, and hashes its files."""
         if save_tokenizer(self.config) or not self._file_sums:
             self._file_sums = file_sums(self.config.dir, FILES)
@@ -611,7 +609,7 @@ class SpmdTrainer(Module):
             CheckpointSaveError: If the last checkpoint could not be written.
         """
         cfg = self.config
-        self._account = self._new_account()
+        self.began = time.time()
         check_job()
         with contextlib.ExitStack() as stack:
             check_processes(cfg)
@@ -622,8 +620,7 @@ class SpmdTrainer(Module):
                 agreed(lambda: check_readable(cfg, self.trainer_state_specs.model))
             if not cfg.skip_kernel_check:
                 check_kernels(cfg.train_dtype)
-            saver = None if cfg.checkpointer is None else self.checkpointer
-            checked = None
+            saver, checked = self.saver, None
 
             def lock() -> None:
                 folders = locked_folders(cfg.dir, None if saver is None else saver.dir)
@@ -635,11 +632,8 @@ class SpmdTrainer(Module):
                 checked = rewind.rewind(cfg, saver, self._host_rows, self.mesh().shape)
                 if checked is None:
                     checked = agreed(self._check_newest)
-            self._account.start()
             self._start(prng_key, checked)
             on_process_0(lambda: write_config(cfg, cfg.dir))
-            stack.callback(self.summary_writer.close)
-            self.summary_writer.write_text(self.step, "config", cfg.debug_string())
             return self._take_steps(prng_key)
 
     def _start(self, prng_key: jax.Array | int | None, checked: int | None) -> None:
@@ -647,11 +641,12 @@ class SpmdTrainer(Module):
 
         `checked` is the step whose config is known to be this run's.
         """
-        begin = time.perf_counter()
-        watchdog = Watchdog(self.config.watchdog_timeout_seconds)
-        with watchdog, ended_by_sigterm("restoring"):
-            watchdog.cause = ", while the run restores"
-            watchdog.beat(self.step)
+        begin, cfg = time.perf_counter(), self.config
+        started = {"time": round(self.began, 3), "num_processes": jax.process_count()}
+        note_event(cfg.dir, "start", **started)
+        watchdog = Watchdog.default_config().set(timeout_seconds=cfg.watchdog_timeout_seconds)
+        activity = Activity(self.step, time.monotonic(), ", while the run restores")
+        with watchdog.instantiate().watch(activity), ended_by_sigterm("restoring"):
             step = self.restore_checkpoint()
             if step is None:
                 # Opened first: missing data is an error before computations.
@@ -665,7 +660,7 @@ class SpmdTrainer(Module):
                 if weights is not None and fits:
                     on_process_0(lambda: copy_files(weights, self.config.dir))
                 if self._origin and jax.process_index() == 0:
-                    self._account.note(rewind.INIT_FROM, **self._origin)
+                    note_event(cfg.dir, rewind.INIT_FROM, **self._origin)
                     logger.warning("The run starts from %(run)s, step %(step)s.", self._origin)
             elif self.config.init_from is not None and not self._origin:
                 logger.warning(
@@ -675,13 +670,13 @@ class SpmdTrainer(Module):
                 )
             if step is not None and step < self.config.max_step:
                 agreed(lambda: check_tokenizers(self.config, self.config.dir))
-            restored = self._restored
+            restored = self.restored
             if restored is not None and step != checked:  # Local, or before a damaged one.
                 agreed(lambda: self._check_directory(restored.record))
         if self.config.checkpointer is not None and self.checkpointer.local is not None:
             self.checkpointer.local.delete_after(self.step)
-        self._account.resume(self.step, time.perf_counter() - begin)
-        self.summary_writer.resume(self.step)
+        discard_after(cfg.dir, self.step)
+        self.restore_seconds = time.perf_counter() - begin
 
     def _take_steps(self, prng_key: jax.Array | int | None) -> dict[str, Any]:
         """Runs the loop, again from the newest checkpoint after each bad step to take again."""
@@ -692,12 +687,10 @@ class SpmdTrainer(Module):
             on_process_0(lambda: self.summary_writer.start_trackers(text))
             while True:
                 events = rewind.course_of(self.config.dir)
-                if self._bad_steps is not None:
-                    self._bad_steps.resume(self.step, events)
                 ranges = rewind.ranges_to_skip(self.config, events, self.input_state)
                 try:
-                    result = self._loop(ranges, stop).run()
-                except TakeAgain as again:
+                    result = TrainLoop(self, ranges, stop=stop).run()
+                except GoBack as again:
                     self._go_back(prng_key, again)
                 else:
                     stopped_by = result["stopped_by"]
@@ -705,21 +698,14 @@ class SpmdTrainer(Module):
         finally:
             self.summary_writer.close_trackers(stopped_by)
 
-    def _go_back(self, prng_key: jax.Array | int | None, again: TakeAgain) -> None:
-        """Restores the newest checkpoint before a bad step.
-
-        If data are skipped, it is a durable one: a local one may be of a state that was damaged.
-        """
+    def _go_back(self, prng_key: jax.Array | int | None, again: GoBack) -> None:
+        """Restores the newest checkpoint; a local one may be of a state that was damaged."""
         jax.block_until_ready(self._state)  # Else its collectives meet those of the restore.
         self._state = None  # Frees its memory for the one to restore.
-        if again.skips_data and self.checkpointer.local is not None:
+        if again.durable and self.checkpointer.local is not None:
             self.checkpointer.local.delete_after(on_process_0(self.checkpointer.latest_step) or 0)
-        self._account = self._new_account()
-        self._account.start()
+        self.began = time.time()
         self._start(prng_key, self.step)
-
-    def _new_account(self) -> TimeAccount:
-        return TimeAccount(self.config.dir, self.summary_writer.config.jsonl_path)
 
     def _check_newest(self) -> int | None:
         """Checks that the newest checkpoint is this run's; returns its step, None without any."""
@@ -732,37 +718,6 @@ class SpmdTrainer(Module):
         """Checks that a checkpoint is this run's, and returns its step."""
         check_directory(self.config, self.config.dir, record, mesh=self.mesh().shape)
         return None if record is None else record.step
-
-    def _loop(
-        self, skip_ranges: Sequence[Sequence[int]] = (), stop: StopRequest | None = None
-    ) -> TrainLoop:
-        check = self.config.device_check
-        return TrainLoop(
-            config=self.config,
-            mesh=self.mesh(),
-            batch_sharding=self.batch_sharding,
-            flops_per_token=self.flops_per_token(),
-            is_language_model=getattr(self.model, "is_language_model", True),
-            description="\n".join([*describe_processes(self.mesh()), self.describe()]),
-            open_input=lambda: self.input,
-            save_tokenizer=self._save_tokenizer,
-            evalers=self.evalers,
-            routing_log=None if self.config.routing_log is None else self.routing_log,
-            checkpointer=None if self.config.checkpointer is None else self.checkpointer,
-            summary_writer=self.summary_writer,
-            account=self._account,
-            device_check=None if check is None else check.instantiate(mesh=self.mesh()),
-            state=lambda: self.trainer_state,
-            run_step=self.run_step,
-            eval_params=self.model_params_for_eval,
-            save=self.save_checkpoint,
-            start_step=self.step,
-            restored=self._restored,
-            input_state=self.input_state,
-            skip_ranges=skip_ranges,
-            bad_steps=self._bad_steps,
-            stop=stop or StopRequest(),
-        )
 
     @nowrap
     def describe(self) -> str:

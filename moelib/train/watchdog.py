@@ -1,16 +1,20 @@
 """The watchdog: prints the stacks of all threads when no step has ended for too long."""
 
+import contextlib
 import faulthandler
 import math
 import os
 import sys
 import threading
 import time
-from typing import Self, TextIO
+from collections.abc import Iterator
+from typing import TextIO
 
 import jax
 
+from moelib.core.config import config_class
 from moelib.core.errors import UserError
+from moelib.train.watcher import Activity, Watcher
 
 EXIT_CODE = 87  # Exit status of a process that the watchdog ends.
 # From the stacks of a process to its end, in which the others of its job, which wait for the same
@@ -18,85 +22,83 @@ EXIT_CODE = 87  # Exit status of a process that the watchdog ends.
 _GRACE_SECONDS = 10.0
 
 
-class Watchdog:
-    """Prints the stacks of all threads after some seconds without a step; can end the process.
+class Watchdog(Watcher):
+    """Prints the stacks of all threads after some seconds without a step; can end the process."""
 
-    For a `with` block, with a call of `beat` after every step. It is idle until the first beat.
-    """
+    @config_class
+    class Config(Watcher.Config):
+        # Seconds without a step before stacks are printed; None for never.
+        timeout_seconds: float | None = 1800.0
+        # Seconds before the process exits with status 87, so that a supervisor can restart it; None
+        # for never.
+        crash_timeout_seconds: float | None = None
 
-    def __init__(
-        self,
-        timeout_seconds: float | None,
-        *,
-        crash_timeout_seconds: float | None = None,
-        stream: TextIO | None = None,
-    ) -> None:
-        """Checks the settings.
+    def __init__(self, cfg: Config, *, stream: TextIO | None = None) -> None:
+        """Takes the output for the stacks, a file with a descriptor; by default stderr.
 
-        Args:
-            timeout_seconds: Seconds without a step before stacks are printed; None for never.
-            crash_timeout_seconds: Seconds before the process exits with code 87, so that
-                a supervisor can restart it; None for never.
-            stream: Output for the stacks, a file with a descriptor; by default stderr.
-
-        Raises:
-            UserError: If a timeout is not positive and finite.
+        Raises UserError if a timeout is not positive and finite.
         """
+        super().__init__(cfg)
+        self._timeout = self.config.timeout_seconds
+        self._crash = self.config.crash_timeout_seconds
         for name, value in (
-            ("watchdog_timeout_seconds", timeout_seconds),
-            ("crash_on_hang_timeout_seconds", crash_timeout_seconds),
+            ("watchdog_timeout_seconds", self._timeout),
+            ("crash_on_hang_timeout_seconds", self._crash),
         ):
             if value is not None and not 0 < value < math.inf:
                 raise UserError(
                     f"{name} is {value}; set a number above 0, or None for no watchdog."
                 )
-        self._timeout, self._crash = timeout_seconds, crash_timeout_seconds
         self._stream = stream or sys.stderr
-        self._stop = threading.Event()
-        self._last: tuple[int, float] | None = None
         self._reported: int | None = None
-        self.cause = ""  # Of a step that does not end, if it is known: shown in reports.
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._watching = contextlib.ExitStack()
 
-    def beat(self, step: int) -> None:
-        """Restarts the clock: a step, or other work after it, has ended."""
-        self._last = (step, time.monotonic())
+    def started(self) -> None:
+        """Starts to watch the run."""
+        self._watching.enter_context(self.watch(self.run.activity))
 
-    def pause(self) -> None:
-        """Stops the clock until the next beat, during work that may take long."""
-        self._last = None
+    def ended(self) -> None:
+        """Stops watching."""
+        self._watching.close()
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
+    @contextlib.contextmanager
+    def watch(self, activity: Activity) -> Iterator[None]:
+        """Watches, in the body and in a thread of its own, that an activity goes on."""
+        stop = threading.Event()
         limits = [seconds for seconds in (self._timeout, self._crash) if seconds is not None]
-        while limits and not self._stop.wait(min(min(limits) / 4, 5.0)):
-            self.check()
 
-    def check(self) -> None:
-        """Reports a hang, once per step, or ends the process; called by the watchdog's thread."""
-        if self._last is None:
+        def check_until_stopped() -> None:
+            while limits and not stop.wait(min(min(limits) / 4, 5.0)):
+                self.check(activity)
+
+        thread = threading.Thread(target=check_until_stopped, name="watchdog", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+    def check(self, activity: Activity) -> None:
+        """Reports a hang, once per step, or ends the process."""
+        if activity.since is None:
             return
-        step, since = self._last[0], time.monotonic() - self._last[1]
-        if self._timeout is not None and since > self._timeout and self._reported != step:
-            self._reported = step
-            self._report(step, since)
-        if self._crash is not None and since > self._crash:
-            self._report(step, since)
+        seconds = time.monotonic() - activity.since
+        is_late = self._timeout is not None and seconds > self._timeout
+        if is_late and self._reported != activity.step:
+            self._reported = activity.step
+            self._report(activity, seconds)
+        if self._crash is not None and seconds > self._crash:
+            self._report(activity, seconds)
             if jax.process_count() > 1:
                 time.sleep(_GRACE_SECONDS)
             print(f"Watchdog: exits with code {EXIT_CODE}.", file=self._stream, flush=True)
             os._exit(EXIT_CODE)
 
-    def _report(self, step: int, seconds: float) -> None:
+    def _report(self, activity: Activity, seconds: float) -> None:
         print(
-            f"Watchdog: no step for {seconds:.0f} s after step {step}{self.cause}; all threads:",
+            f"Watchdog: no step for {seconds:.0f} s after step {activity.step}{activity.cause}; "
+            "all threads:",
             file=self._stream,
             flush=True,
         )

@@ -13,7 +13,9 @@ import jax
 from moelib.checkpoint.policy import every_n_steps_policy
 from moelib.core.config import config_for_function
 from moelib.core.tree import Batch
+from moelib.train.loop import TrainLoop
 from moelib.train.metrics import PackedMetrics, pack
+from moelib.train.signals import StopRequest
 from moelib.verify.batch_checks import doubled, masked, packing, padding
 from moelib.verify.compare import Difference, first_bit_difference, first_difference
 from moelib.verify.data_checks import data, hosts
@@ -94,7 +96,7 @@ def _train(known: Reference, folder: str, batches: dict[int, Batch], end: int = 
     trainer._compiled = step
     silent = io.StringIO()
     with trainer.on_mesh(), redirect_stdout(silent), redirect_stderr(silent):
-        trainer._loop().run()
+        TrainLoop(trainer, stop=StopRequest()).run()
     return jax.device_get(trainer.trainer_state)
 
 

@@ -37,7 +37,8 @@ def run(tmp_path_factory):
     cfg.checkpointer.keep_last_n = None
     cfg.evalers["val"].eval_policy.set(n=100)
     every_2 = config_for_function(every_n_steps_and_last_policy).set(n=2)
-    cfg.routing_log = RoutingEvaler.default_config().set(evaler="val", eval_policy=every_2)
+    log = RoutingEvaler.default_config().set(evaler="val", eval_policy=every_2)
+    cfg.watchers["routing_log"] = log
     cfg.instantiate(parent=None, devices=jax.devices()[:1]).run()
     return folder
 

@@ -50,12 +50,13 @@ def test_scale():
 def test_a_run_logs_its_routing():
     cfg = flame_moe.tiny().set(dir="runs/a")
     # --8<-- [start:routing_log]
-    cfg.routing_log = RoutingEvaler.default_config().set(evaler="validation", max_batches=1)
+    log = RoutingEvaler.default_config().set(evaler="validation", max_batches=1)
+    cfg.watchers["routing_log"] = log
     # --8<-- [end:routing_log]
     trainer = cfg.instantiate(parent=None)
-    assert [step for step in range(1, 701) if trainer.routing_log.should_log(step=step)] == [
-        70 * i for i in range(1, 11)
-    ]
+    assert [
+        step for step in range(1, 701) if trainer.watchers["routing_log"].should_log(step=step)
+    ] == [70 * i for i in range(1, 11)]
 
 
 def test_a_run_starts_from_a_model_of_hugging_face(tmp_path, monkeypatch):

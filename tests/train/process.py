@@ -58,12 +58,13 @@ def main():
     cfg.input.seed = args.seeds[args.process_id]
     if args.routing_log:
         cfg.model = model_config()
-        cfg.routing_log = RoutingEvaler.default_config().set(evaler="val", max_batches=2)
+        log = RoutingEvaler.default_config().set(evaler="val", max_batches=2)
+        cfg.watchers["routing_log"] = log
     if args.own_positions:
         fields = {name: value for name, value in cfg.input.items() if name != "klass"}
         cfg.input = HostInput.default_config().set(**fields)
     if args.corrupt_after:
-        cfg.bad_steps = BadSteps.default_config()
+        cfg.watchers["bad_steps"] = BadSteps.default_config()
     trainer = cfg.instantiate(parent=None)
     run_step = trainer.run_step
 

@@ -11,8 +11,8 @@ from moelib.core.config import config_class
 from moelib.core.config_parse import parse, set_from_text
 from moelib.core.errors import UserError
 from moelib.data.synthetic import SyntheticInput
-from moelib.train.bad_steps import SUSPECTED, BadStepError, BadSteps, counts
-from moelib.train.loop import NonFiniteError
+from moelib.train.bad_steps import SUSPECTED, BadSteps, counts
+from moelib.train.failures import BadStepError, NonFiniteError
 from moelib.train.run_log import log_event, read_events
 from moelib.train.step import NON_FINITE
 from tests import tiny
@@ -47,7 +47,7 @@ def config(directory, *, marked=(), save_every=2, max_step=8, **policy):
     cfg.model = MarkedModel.default_config()
     values = {name: value for name, value in cfg.input.items() if name != "klass"}
     cfg.input = MarkedInput.default_config().set(**values, marked=marked)
-    cfg.bad_steps = BadSteps.default_config().set(**policy)
+    cfg.watchers["bad_steps"] = BadSteps.default_config().set(**policy)
     return cfg
 
 
@@ -72,7 +72,7 @@ def run(cfg, change=lambda x: x, at=0):
 def unbroken(tmp_path_factory):
     """The state and the losses of a run without bad steps."""
     folder = tmp_path_factory.mktemp("unbroken")
-    state = run(config(folder).set(bad_steps=None)).trainer_state
+    state = run(config(folder).set(watchers={})).trainer_state
     return state, tiny.losses(folder)
 
 
@@ -97,7 +97,7 @@ def test_a_run_that_meets_bad_data_equals_one_that_skips_them(tmp_path, capsys, 
     assert "1 taken again, 1 on data that are skipped" in capsys.readouterr().out
     assert list(tiny.losses(tmp_path / "a")) == list(range(1, 9))
 
-    cfg = config(tmp_path / "b", save_every=save_every).set(skip_batches=["4:5"], bad_steps=None)
+    cfg = config(tmp_path / "b", save_every=save_every).set(skip_batches=["4:5"], watchers={})
     assert_same_state(found.trainer_state, run(cfg).trainer_state)
     assert tiny.losses(tmp_path / "a") == tiny.losses(tmp_path / "b")
     assert found.input_state["step"] == 9
@@ -130,7 +130,8 @@ def test_rewinds_are_bounded_over_all_starts_of_a_run(tmp_path):
             run(cfg)
         done = [action for _, action in bad_steps_of(tmp_path)]
         assert done[-len(actions) :] == actions
-    run(cfg.set(bad_steps=BadSteps.default_config().set(max_rewinds=5)))
+    cfg.watchers["bad_steps"] = BadSteps.default_config().set(max_rewinds=5)
+    run(cfg)
     assert list(tiny.losses(tmp_path)) == list(range(1, 9))
 
 
@@ -148,11 +149,12 @@ def test_bad_steps_need_a_checkpointer(tmp_path):
 def test_the_policy_of_the_docs_is_part_of_the_config(tmp_path):
     cfg = tiny.trainer_config(tmp_path)
     # --8<-- [start:policy]
-    cfg.bad_steps = BadSteps.default_config().set(spike="rewind", spike_sigmas=8.0)
+    policy = BadSteps.default_config().set(spike="rewind", spike_sigmas=8.0)
+    cfg.watchers["bad_steps"] = policy
     # --8<-- [end:policy]
     assert parse(cfg.debug_string()) == cfg
-    set_from_text(cfg, "bad_steps=moelib.train.bad_steps:BadSteps")
-    assert cfg.bad_steps == BadSteps.default_config()
+    set_from_text(cfg, "watchers.bad_steps=moelib.train.bad_steps:BadSteps")
+    assert cfg.watchers["bad_steps"] == BadSteps.default_config()
 
 
 # -- Decisions -----------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ def test_expected_steps_are_those_of_the_log_or_of_checkpoints_that_are_all_kept
     write_config(cfg, str(tmp_path))
     assert expected_steps(str(tmp_path), "val", 5) == [2, 4]
     policy = config_for_function(every_n_steps_policy).set(n=3)
-    cfg.routing_log = RoutingEvaler.default_config().set(evaler="val", eval_policy=policy)
+    log = RoutingEvaler.default_config().set(evaler="val", eval_policy=policy)
+    cfg.watchers["log"] = log
     write_config(cfg, str(tmp_path))
     assert expected_steps(str(tmp_path), "val", 6) == [3, 6]
     assert expected_steps(str(tmp_path), "other", 6) == [2, 4, 6]

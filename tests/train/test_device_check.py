@@ -12,7 +12,9 @@ from tests import tiny
 
 
 def check_on(mesh, **fields):
-    return DeviceCheck.default_config().set(dim=16, **fields).instantiate(mesh=mesh)
+    check = DeviceCheck.default_config().set(dim=16, **fields).instantiate()
+    check.use(mesh)
+    return check
 
 
 def replicas(mesh, *spec, shape=(8, 4), dtype="float32"):
@@ -83,14 +85,14 @@ def test_the_error_names_the_step_and_the_exit_status_is_chosen(on_difference, s
 @pytest.mark.parametrize("field", ["every_n_steps", "dim"])
 def test_numbers_that_are_not_positive_are_refused(field):
     with pytest.raises(ValueError, match=f"device_check.{field}=0"):
-        DeviceCheck.default_config().set(**{field: 0}).instantiate(mesh=tiny.mesh(data=1))
+        DeviceCheck.default_config().set(**{field: 0}).instantiate()
 
 
 @pytest.mark.parametrize(("flip_at", "found_at"), [(5, 6), (7, 7)])
 def test_a_flip_in_a_run_ends_it_before_the_next_save(tmp_path, flip_at, found_at):
     cfg = tiny.trainer_config(tmp_path, mesh_shape=(1, 4, 1, 2, 1, 1), evaler=False)
     cfg.set(max_step=7 if found_at == 7 else 8)
-    cfg.device_check = DeviceCheck.default_config().set(dim=16, every_n_steps=2)
+    cfg.watchers["device_check"] = DeviceCheck.default_config().set(dim=16, every_n_steps=2)
     trainer = cfg.instantiate(parent=None)
 
     def flip(_):

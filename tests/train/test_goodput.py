@@ -4,8 +4,10 @@ import json
 
 import pytest
 
-from moelib.train.goodput import CATEGORIES, PRODUCTIVE, TimeAccount, carried_over, goodput
-from moelib.train.run_log import EVENTS_FILE, read_events
+from moelib.train.goodput import CATEGORIES, PRODUCTIVE, carried_over, goodput
+from moelib.train.loop import TrainLoop
+from moelib.train.run_log import EVENTS_FILE, note_event, read_events
+from moelib.train.signals import StopRequest
 from moelib.train.trainer import SpmdTrainer
 from tests import tiny
 
@@ -59,16 +61,17 @@ def test_incomplete_lines_and_lines_without_a_record_are_skipped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     whole = record(1.0, 4, 2.0)
     path.write_text('{"step": 1, "val/loss": 1}\n' + json.dumps(whole) + "\n" + '{"step": 8, "ti')
-    account = TimeAccount(str(tmp_path), str(path))
-    account.start()
-    account.resume(4, 0.0)
-    assert account.metrics({})[PRODUCTIVE] == 2.0
+    cfg = tiny.trainer_config(tmp_path, evaler=False)
+    trainer = cfg.clone().instantiate(parent=None)
+    account = trainer.watchers["goodput"]
+    trainer.step = 4
+    TrainLoop(trainer, stop=StopRequest())
+    account.started()
+    assert account.metrics()[PRODUCTIVE] == 2.0
 
 
 def test_a_log_that_cannot_be_written_does_not_end_a_run(tmp_path, caplog):
-    account = TimeAccount(str(tmp_path / "missing"), str(tmp_path / "metrics.jsonl"))
-    account.start()
-    account.resume(0, 0.0)
+    note_event(str(tmp_path / "missing"), "start")
     assert "NO EVENT 'start'" in caplog.text
 
 

@@ -108,16 +108,16 @@ def test_a_batch_with_tokens_in_one_micro_batch_has_no_estimate():
 
 
 def test_the_scale_is_the_ratio_of_running_averages():
-    noise, rng = NoiseScale(), np.random.default_rng(0)
+    noise, rng = NoiseScale.default_config().instantiate(), np.random.default_rng(0)
     values = rng.normal([2.0, 30.0], [1.0, 10.0], (300, 2))
     for squared_norm, trace in values:
-        scale = noise.after({SQUARED_NORM: squared_norm, TRACE: trace})[SCALE]
-        noise.after({SQUARED_NORM: math.nan, TRACE: trace})  # Not counted.
+        scale = noise.step_done(1, {SQUARED_NORM: squared_norm, TRACE: trace})[SCALE]
+        noise.step_done(1, {SQUARED_NORM: math.nan, TRACE: trace})  # Not counted.
     weights = 0.99 ** np.arange(300)[::-1]
     assert scale == pytest.approx(weights @ values[:, 1] / (weights @ values[:, 0]))
     assert scale == pytest.approx(15.0, rel=0.2)
-    assert NoiseScale().after({"loss": 1.0}) == {}
-    assert math.isnan(NoiseScale().after({SQUARED_NORM: -1.0, TRACE: 1.0})[SCALE])
+    new = NoiseScale.default_config().instantiate()
+    assert math.isnan(new.step_done(1, {SQUARED_NORM: -1.0, TRACE: 1.0})[SCALE])
 
 
 def test_a_run_logs_the_estimates_and_the_scale(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from moelib.train.loop import TrainLoop
 from moelib.train.metrics import pack, unpack
 from moelib.train.signals import StopRequest
-from moelib.train.watchdog import Watchdog
+from moelib.train.watcher import Activity
 from tests import tiny
 
 
@@ -54,7 +54,7 @@ def test_host_work_per_step_is_small_and_does_not_grow_with_the_metrics(tmp_path
     monkeypatch.setattr(TrainLoop, "_next_batch", lambda self, feed: {})
     try:
         with jax.set_mesh(trainer.mesh()):
-            trainer._loop().run()
+            TrainLoop(trainer, stop=StopRequest()).run()
     finally:
         sys.setprofile(None)
     assert np.median([calls[step] for step in range(5, 25)]) < 50  # Python calls.
@@ -63,7 +63,7 @@ def test_host_work_per_step_is_small_and_does_not_grow_with_the_metrics(tmp_path
 def test_each_step_is_checked_while_the_next_one_runs(tmp_path, monkeypatch):
     cfg = tiny.trainer_config(tmp_path, max_step=4, evaler=False).set(checkpointer=None)
     trainer = cfg.instantiate(parent=None)
-    order, check = [], TrainLoop._check_pending
+    order, check = [], TrainLoop.wait
 
     def checked(self):
         if self._pending is not None:
@@ -71,7 +71,7 @@ def test_each_step_is_checked_while_the_next_one_runs(tmp_path, monkeypatch):
         check(self)
 
     tiny.after_each_step(trainer, lambda _: order.append(f"step {trainer.step}"))
-    monkeypatch.setattr(TrainLoop, "_check_pending", checked)
+    monkeypatch.setattr(TrainLoop, "wait", checked)
     trainer.run()
     assert order == [
         "step 1", "step 2", "check 1", "step 3", "check 2", "step 4", "check 3", "check 4",
@@ -91,10 +91,13 @@ def test_an_error_of_the_input_is_raised_and_the_run_closed(tmp_path, monkeypatc
 def test_the_watchdog_knows_that_the_loop_waits_for_data(tmp_path, monkeypatch):
     causes = []
 
-    class Dog(Watchdog):
-        cause = property(lambda self: causes[-1], lambda self, text: causes.append(text))
+    class Watched(Activity):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if name == "cause":
+                causes.append(value)
 
-    monkeypatch.setattr("moelib.train.loop.Watchdog", Dog)
+    monkeypatch.setattr("moelib.train.loop.Activity", Watched)
     seen, host_batch = [], type(tiny.input_config().instantiate()).host_batch
     trainer = tiny.trainer_config(tmp_path, max_step=2, evaler=False).instantiate(parent=None)
     trainer.input.reads_parameters = True  # Batches are made while the loop waits.
@@ -163,7 +166,7 @@ def test_a_signal_ends_an_evaluation_which_the_resumed_run_begins_again(
     cfg = tiny.trainer_config(tmp_path)
     cfg.checkpointer.save_policy.n = 100
     trainer, batches = cfg.instantiate(parent=None), []
-    after_batch = TrainLoop._after_batch
+    after_batch = TrainLoop.on_batch
 
     def signalled(self, number):
         batches.append(number)
@@ -171,7 +174,7 @@ def test_a_signal_ends_an_evaluation_which_the_resumed_run_begins_again(
         after_batch(self, number)
 
     with monkeypatch.context() as patch:
-        patch.setattr(TrainLoop, "_after_batch", signalled)
+        patch.setattr(TrainLoop, "on_batch", signalled)
         result = trainer.run()
     assert (result["step"], result["stopped_by"], batches) == (4, "SIGTERM", [0])
     assert evaluations(tmp_path) == []
@@ -191,11 +194,7 @@ def test_a_signal_in_the_evaluation_of_a_restored_state_takes_no_step(tmp_path, 
 def test_the_watchdog_runs_from_the_first_compiled_step_on(tmp_path, monkeypatch):
     beats, compiled = [], []
 
-    def beat(watchdog, step):
-        if "restores" not in watchdog.cause:  # That is a watchdog of its own.
-            beats.append((step, len(compiled)))
-
-    monkeypatch.setattr(Watchdog, "beat", beat)
+    monkeypatch.setattr(Activity, "beat", lambda _, step: beats.append((step, len(compiled))))
     trainer = tiny.trainer_config(tmp_path, max_step=2).instantiate(parent=None)
 
     def step(packed):

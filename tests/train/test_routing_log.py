@@ -30,7 +30,7 @@ def config(folder, *, model=None, max_step=4, **fields):
         folder, model=model or tiny.model_config(), max_step=max_step, save_every=2
     )
     policy = config_for_function(every_n_steps_and_last_policy).set(n=2)
-    cfg.routing_log = RoutingEvaler.default_config().set(
+    cfg.watchers["routing_log"] = RoutingEvaler.default_config().set(
         evaler="val", max_batches=2, eval_policy=policy
     )
     cfg.evalers["val"].input.max_batches = None
@@ -45,7 +45,9 @@ def written(folder, **axes):
     trainer = cfg.instantiate(parent=None, **sizes)
     trainer.init()
     with trainer.on_mesh():
-        trainer.routing_log.write(trainer.model_params_for_eval(), trainer.mesh(), step=4)
+        trainer.watchers["routing_log"].write(
+            trainer.model_params_for_eval(), trainer.mesh(), step=4
+        )
     return trainer
 
 
@@ -125,7 +127,7 @@ def test_a_mesh_with_expert_parallelism_gives_the_same_ids(trainer, tmp_path):
 
 
 def test_logs_of_later_steps_are_discarded_and_complete_ones_kept(trainer):
-    log = trainer.routing_log
+    log = trainer.watchers["routing_log"]
     assert log.should_log(step=4)
     assert not log.should_log(step=3)
     assert not log.should_log(step=4, unless_complete=True)
@@ -143,8 +145,8 @@ def test_logs_of_later_steps_are_discarded_and_complete_ones_kept(trainer):
     [
         (lambda cfg: cfg.set(model=tiny.dense_model(32)), "no MoELayer"),
         (lambda cfg: cfg.set(model=tiny.TinyModel.default_config()), "TinyModel"),
-        (lambda cfg: cfg.routing_log.set(evaler="vall"), "'vall'.*'val'"),
-        (lambda cfg: cfg.routing_log.set(max_batches=0), "max_batches=0"),
+        (lambda cfg: cfg.watchers["routing_log"].set(evaler="vall"), "'vall'.*'val'"),
+        (lambda cfg: cfg.watchers["routing_log"].set(max_batches=0), "max_batches=0"),
     ],
 )
 def test_a_log_that_cannot_be_written_is_refused(tmp_path, change, message):
@@ -159,7 +161,7 @@ def test_a_full_disk_is_an_error_of_the_log(trainer, monkeypatch):
         raise OSError(28, "No space left on device", "batch_00000.process_0000.npz")
 
     monkeypatch.setattr(routing_log, "write_part", full)
-    log = trainer.routing_log
+    log = trainer.watchers["routing_log"]
     with trainer.on_mesh(), pytest.raises(RoutingLogError, match="No space left"):
         log.write(trainer.model_params_for_eval(), trainer.mesh(), step=8)
     assert list_logs(trainer.config.dir, "val")[8] is False
@@ -169,7 +171,7 @@ def test_the_training_step_is_the_same_with_and_without_logs(tmp_path):
     programs = []
     for kept in (True, False):
         cfg = config(tmp_path, mesh_shape=mesh_shape_from_axes(data=1))
-        cfg.routing_log = cfg.routing_log if kept else None
+        cfg.watchers = cfg.watchers if kept else {}
         made = cfg.instantiate(parent=None, devices=jax.devices()[:1])
         programs.append(made.trace_train_step().lower().as_text())
     assert programs[0] == programs[1]

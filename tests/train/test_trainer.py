@@ -34,8 +34,8 @@ from moelib.train.compiler_options import (
     deterministic_options,
     spelled,
 )
+from moelib.train.failures import NonFiniteError
 from moelib.train.identity import TrainerDirConflictError, identity
-from moelib.train.loop import NonFiniteError
 from moelib.train.run_log import read_events
 from tests import tiny
 from tests.checkpoint.small import truncate_arrays

@@ -1,0 +1,37 @@
+"""Errors that end a run at a bad step, with the checkpoint to go back to."""
+
+import math
+
+from moelib.checkpoint.checkpointer import Checkpointer
+from moelib.core.errors import UserError
+from moelib.core.metrics import Scalars
+
+
+class BadStepError(UserError):
+    """A bad step at which the run stops."""
+
+
+class NonFiniteError(BadStepError, FloatingPointError):
+    """A step whose loss or parameters are not finite."""
+
+
+def non_finite_error(
+    step: int, scalars: Scalars, checkpointer: Checkpointer | None, cure: str
+) -> NonFiniteError:
+    """Returns the error that names the step, the checkpoint to go back to, and a cure."""
+    reason = f"the loss is {scalars['objective']}"
+    if math.isfinite(scalars["objective"]):
+        reason = f"the loss is {scalars['objective']:.4f}, but parameters after it are not finite"
+    return NonFiniteError(
+        f"step {step}: {reason} (gradient norm {scalars.get('gradient_norm', math.nan):.4g}). "
+        f"{last_good(checkpointer)} {cure}, and start the run again."
+    )
+
+
+def last_good(checkpointer: Checkpointer | None) -> str:
+    """Returns a sentence with the newest durable checkpoint."""
+    if checkpointer is not None:
+        checkpointer.wait()
+        if (step := checkpointer.latest_step()) is not None:
+            return f"The last good checkpoint is of step {step}, in {checkpointer.dir}."
+    return "There is no checkpoint before it."

@@ -1,0 +1,111 @@
+"""docs/extend_a_run.md: a watcher of one's own."""
+
+import json
+
+import pytest
+
+from moelib.core.config import config_class
+from moelib.core.metrics import Scalars
+from moelib.train.run_log import read_events
+from moelib.train.watcher import Watcher
+from tests import tiny
+
+
+# --8<-- [start:watcher]
+class StopWhenWorse(Watcher):
+    """Stops a run once a metric of an evaluation has not improved for some evaluations."""
+
+    @config_class
+    class Config(Watcher.Config):
+        metric: str = "validation/loss"
+        patience: int = 2  # Evaluations.
+
+    def started(self) -> None:
+        self.best, self.since = float("inf"), 0
+
+    def evaluated(self, step: int, scalars: Scalars) -> None:
+        value = scalars.get(self.config.metric, self.best)
+        self.since = 0 if value < self.best else self.since + 1
+        self.best = min(value, self.best)
+        if self.since == self.config.patience:
+            self.run.stop(f"{self.config.metric} is not below {self.best:.4f}")
+
+
+# --8<-- [end:watcher]
+
+
+class Recorder(Watcher):
+    """Writes down which methods are called, with the step."""
+
+    def prepare(self, trainer):
+        self.calls = [("prepare", trainer.config.max_step)]
+
+    def started(self):
+        self.calls.append(("started", self.run.start_step))
+
+    def step_done(self, step, scalars):
+        self.calls.append(("step_done", step))
+        return scalars | {"twice_the_loss": 2 * scalars["loss"]}
+
+    def between_steps(self, step):
+        self.calls.append(("between_steps", step))
+
+    def evaluated(self, step, scalars):
+        assert scalars["val/loss"] == self.run.evaluations["val"]["loss"]
+        self.calls.append(("evaluated", step))
+
+    def before_save(self, step):
+        self.run.wait()
+        assert ("step_done", step) in self.calls
+        self.calls.append(("before_save", step))
+
+    def ended(self):
+        self.calls.append(("ended", self.run.error))
+
+    def rows(self):
+        return [("calls", str(len(self.calls)))]
+
+
+def test_a_run_stops_when_its_validation_loss_rises(tmp_path):
+    cfg = tiny.trainer_config(tmp_path, max_step=40)
+    cfg.evalers["val"].eval_policy.set(n=1)
+    cfg.learner.optimizer.learning_rate = 30.0  # Diverges.
+    # --8<-- [start:config]
+    cfg.watchers["stop_when_worse"] = StopWhenWorse.default_config().set(metric="val/loss")
+    # --8<-- [end:config]
+    trainer = cfg.instantiate(parent=None)
+    result = trainer.run()
+    assert result["step"] < 40
+    assert result["stopped_by"].startswith("val/loss is not below")
+    assert trainer.checkpointer.latest_step() == result["step"]
+    assert read_events(str(tmp_path))[-1]["stopped_by"] == result["stopped_by"]
+
+
+def test_watchers_are_called_at_their_moments_and_add_metrics_and_rows(tmp_path, capsys):
+    cfg = tiny.trainer_config(tmp_path, max_step=4)
+    cfg.watchers["recorder"] = Recorder.default_config()
+    trainer = cfg.instantiate(parent=None)
+    trainer.run()
+    calls = trainer.watchers["recorder"].calls
+    steps = [("between_steps", 1), ("step_done", 1), ("between_steps", 2), ("step_done", 2)]
+    assert calls[:6] == [("prepare", 4), ("started", 0), *steps]
+    assert calls[-3:] == [("evaluated", 4), ("before_save", 4), ("ended", None)]
+    assert f"calls {len(calls)}" in " ".join(capsys.readouterr().out.split())
+    line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-2])
+    assert line["twice_the_loss"] == pytest.approx(2 * line["loss"])
+
+
+def test_an_error_of_a_watcher_ends_the_run_with_its_metrics_logged(tmp_path):
+    class Failing(Watcher):
+        def step_done(self, step, scalars):
+            raise ValueError("own")
+
+    cfg = tiny.trainer_config(tmp_path, max_step=4, evaler=False).set(checkpointer=None)
+    trainer = cfg.instantiate(parent=None)
+    failing = Failing.default_config().instantiate()
+    trainer.watchers = {**trainer.watchers, "failing": failing}
+    with pytest.raises(ValueError, match="own"):
+        trainer.run()
+    assert list(tiny.losses(tmp_path)) == [1]
+    assert isinstance(failing.run.error, ValueError)
+    assert read_events(str(tmp_path))[-1]["error"] == "ValueError: own"
