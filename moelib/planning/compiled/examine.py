@@ -125,7 +125,7 @@ def state_bytes(facts: Facts) -> dict[str, int]:
     return {"parameters": sums["model"], "learner's state": sums["learner"]}
 
 
-def _memory_shares(facts: Facts, numbers: Mapping[str, float]) -> tuple[Share, ...]:
+def _memory_shares(facts: Facts, numbers: Mapping[str, Any]) -> tuple[Share, ...]:
     """Returns the bytes that a device holds during a step, by content, without the host's."""
     shares = state_bytes(facts)
     shares["other arguments"] = max(numbers["memory.arguments"] - sum(shares.values()), 0)

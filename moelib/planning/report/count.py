@@ -73,7 +73,7 @@ def count(compiled: Any, program: Program, mesh: Mapping[str, int]) -> dict[str,
 
 
 def against_model(
-    numbers: Mapping[str, float],
+    numbers: Mapping[str, Any],
     own: Iterable[Kernel],
     model_flops: int,
     rows_routed: int | None,

@@ -5,6 +5,8 @@ All numbers are per step and device; `count` describes how they are counted.
 
 import dataclasses
 import json
+from collections.abc import Mapping
+from typing import Any
 
 SMALL_BYTES = 1024  # Collectives up to this size carry scalars or counts and cost latency only.
 
@@ -118,7 +120,7 @@ class StepReport:
     name: str
     topology: str
     mesh: dict[str, int]  # Sizes of the axes, outermost first.
-    numbers: dict[str, float]  # By the keys of `figures.SECTIONS`; unknown ones are absent.
+    numbers: dict[str, Any]  # By the keys of `figures.SECTIONS`; unknown ones are absent.
     sources: tuple[Source, ...] = ()  # Costliest first.
     costliest: tuple[Costly, ...] = ()
     collectives: tuple[Collective, ...] = ()
@@ -139,13 +141,16 @@ class StepReport:
     def from_json(cls, text: str) -> "StepReport":
         """Returns the report of `to_json`. Raises TypeError for unknown fields."""
         values = json.loads(text)
-        tuples = lambda row: {k: tuple(x) if isinstance(x, list) else x for k, x in row.items()}
         for name, kind in _ROWS.items():
-            values[name] = [kind(**tuples(row)) for row in values.get(name, ())]
-        return cls(**tuples(values))
+            values[name] = [kind(**_with_tuples(row)) for row in values.get(name, ())]
+        return cls(**_with_tuples(values))
 
 
-_ROWS = {  # Kinds of rows by field.
+def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
+
+
+_ROWS: Mapping[str, Any] = {  # Kinds of rows by field.
     "sources": Source,
     "costliest": Costly,
     "collectives": Collective,
