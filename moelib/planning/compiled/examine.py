@@ -1,11 +1,10 @@
 """Examination of a trainer's compiled step: its figures, and the findings of lint."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from moelib.core.config_paths import sub_configs
-from moelib.parallel.mesh import slices
 from moelib.parallel.pipeline.engine import ENDS, SLOTS, branch_shares
 from moelib.planning.hlo.program import Shares, parse
 from moelib.planning.hlo.source import SourceMap
@@ -14,11 +13,9 @@ from moelib.planning.lint.compute import remats_that_save_nothing
 from moelib.planning.lint.facts import Facts, facts_of
 from moelib.planning.lint.facts import Step as LintStep
 from moelib.planning.lint.rules import lint, merged
-from moelib.planning.report.count import count
-from moelib.planning.report.step_report import Memory, Seconds, Share, Stage, StepReport
+from moelib.planning.report.count import against_model, count
+from moelib.planning.report.step_report import Share, Stage, StepReport
 from moelib.train.pipeline import layout_of
-
-_NO_SECONDS = Seconds()
 
 
 class Step(NamedTuple):
@@ -39,17 +36,21 @@ def examine(
     *,
     name: str,
     topology: str,
-    seconds: Seconds = _NO_SECONDS,
+    seconds: Mapping[str, float] | None = None,
     compiler_options: Mapping[str, str] | None = None,
 ) -> StepReport:
     """Returns the report of a `SpmdTrainer`'s step, with findings of lint.
 
-    `compiler_options` are those of the compilation; by default those of the trainer.
+    `seconds` are those of tracing, lowering and compiling, and CPU seconds of compiling, by the
+    names in `figures`. `compiler_options` are those of the compilation; by default the trainer's.
     """
     text = step.compiled.as_text()
     program, mesh = parse(text, shares_of_branches(trainer)), trainer.mesh()
     facts, model_flops = facts_of(trainer, compiler_options), _model_flops(trainer)
-    counts = count(step.compiled, program, mesh.shape, slice_indices(mesh.devices.flat))
+    counts = count(step.compiled, program, mesh.shape)
+    numbers = counts.pop("numbers")
+    numbers |= against_model(numbers, counts["kernels"], model_flops, _rows_routed(trainer))
+    numbers |= {f"seconds.{name}": value for name, value in (seconds or {}).items()}
     source_map = SourceMap(text)
     findings = lint(
         program,
@@ -58,17 +59,15 @@ def examine(
         model_flops=model_flops,
         traced=step.traced,
     )
-    sizes = text.count("\n"), counts["instructions"], counts["fusions"]
+    sizes = text.count("\n"), numbers["instructions"], numbers["fusions"]
     return StepReport(
         name=name,
         topology=topology,
         mesh=dict(mesh.shape),
+        numbers=numbers,
         **counts,
-        rows_routed=_rows_routed(trainer),
-        seconds=seconds,
-        model_flops=model_flops,
         stages=(*_stages_before(step), Stage("HLO, optimized", *sizes)),
-        memory_shares=_memory_shares(facts, counts["memory"]),
+        memory_shares=_memory_shares(facts, numbers),
         findings=tuple(merged([*findings, *remats_that_save_nothing(trainer)])),
         largest=tuple(largest_temporaries(LintStep(program, facts, source_map))),
     )
@@ -81,13 +80,6 @@ def shares_of_branches(trainer: Any) -> Shares:
     layout = layout_of(trainer.model, trainer.pipeline)
     slots = branch_shares(layout, trainer.config.num_microbatches)
     return {SLOTS: slots, ENDS: [1 / len(layout.sizes)]}
-
-
-def slice_indices(devices: Iterable[Any]) -> list[int]:
-    """Returns the slice of each device; 0 for devices that do not report one."""
-    devices = list(devices)
-    index = {id(d): i for i, each in enumerate(slices(devices) or [devices]) for d in each}
-    return [index[id(device)] for device in devices]
 
 
 def _rows_routed(trainer: Any) -> int | None:
@@ -133,11 +125,11 @@ def state_bytes(facts: Facts) -> dict[str, int]:
     return {"parameters": sums["model"], "learner's state": sums["learner"]}
 
 
-def _memory_shares(facts: Facts, memory: Memory) -> tuple[Share, ...]:
+def _memory_shares(facts: Facts, numbers: Mapping[str, Any]) -> tuple[Share, ...]:
     """Returns the bytes that a device holds during a step, by content, without the host's."""
     shares = state_bytes(facts)
-    shares["other arguments"] = max(memory.arguments - sum(shares.values()), 0)
-    shares["temporaries"] = memory.temporaries
-    shares["new outputs"] = max(memory.outputs - memory.aliased, 0)
-    shares["code"] = memory.code
+    shares["other arguments"] = max(numbers["memory.arguments"] - sum(shares.values()), 0)
+    shares["temporaries"] = numbers["memory.temporaries"]
+    shares["new outputs"] = max(numbers["memory.outputs"] - numbers["memory.aliased"], 0)
+    shares["code"] = numbers["memory.code"]
     return tuple(Share(content, "", size) for content, size in shares.items())

@@ -10,20 +10,21 @@ do not count. Other programs can be compared if their cycles are summed in the s
 """
 
 import collections
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from moelib.planning.hlo import values
 from moelib.planning.hlo.program import Instruction, Program
 from moelib.planning.hlo.source import SourceMap, phase
-from moelib.planning.report.collectives import collectives_by_axes, collectives_by_groups
+from moelib.planning.report.collectives import collectives_by_axes
 from moelib.planning.report.fusions import fusion_kinds, instructions_inside, phase_of
 from moelib.planning.report.kernels import kernels
 from moelib.planning.report.step_report import (
     SMALL_BYTES,
+    Collective,
     Costly,
-    Memory,
-    Operation,
+    Kernel,
     Share,
     Source,
 )
@@ -32,41 +33,92 @@ OPERATIONS = ("copy", "transpose", "sort", "gather", "scatter")
 _MAX_COSTLIEST = 200  # Instructions in a report.
 
 
-def count(
-    compiled: Any, program: Program, mesh: Mapping[str, int], slices: Sequence[int] = ()
-) -> dict[str, Any]:
+def count(compiled: Any, program: Program, mesh: Mapping[str, int]) -> dict[str, Any]:
     """Returns the fields of a `StepReport` that a compiled program decides.
 
     Args:
         compiled: A `jax.stages.Compiled`.
         program: Program parsed from its text.
         mesh: Sizes of the mesh axes, outermost first.
-        slices: Slice of each device, in the order of the mesh; by default one for all.
     """
     costly = _costly(program, SourceMap(compiled.as_text()))
     unfused = [(c, each) for c, each in program.instructions() if not c.fused]
     fusions = [c for c, each in unfused if each.is_fusion]
-    return {
-        "memory": _memory(compiled.memory_analysis()),
+    collectives, own = collectives_by_axes(program, mesh), kernels(program)
+    numbers = {
+        **_memory(compiled.memory_analysis()),
+        **_of_collectives(collectives),
         "cycles": sum(each.cycles for each in costly),
-        "sources": _sources(costly),
-        "costliest": tuple(costly[:_MAX_COSTLIEST]),
-        "collectives": collectives_by_axes(program, mesh),
-        "collective_groups": collectives_by_groups(program, mesh, slices),
-        "kernels": kernels(program),
-        "operations": tuple(_operation(program, opcode) for opcode in OPERATIONS),
         "matmul_flops": matmul_flops(program),
+        "kernel_flops": sum(kernel.flops for kernel in own),
+        "kernel_bytes": sum(kernel.bytes for kernel in own),
         "fusions": len(fusions),
         "fusion_executions": round(sum(c.executions for c in fusions)),
-        "fusion_kinds": fusion_kinds(program),
         "instructions": sum(1 for _ in program.instructions()),
         "instructions_outside_fusions": len(unfused),
+        **{key: x for opcode in OPERATIONS for key, x in _operation(program, opcode).items()},
+    }
+    if not numbers["cycles"]:  # GPU compilers do not estimate cycles.
+        del numbers["cycles"]
+    return {
+        "numbers": numbers,
+        "sources": _sources(costly),
+        "costliest": tuple(costly[:_MAX_COSTLIEST]),
+        "collectives": collectives,
+        "kernels": own,
+        "fusion_kinds": fusion_kinds(program),
         "loops_of_unknown_length": program.loops_of_unknown_length,
         "cycle_shares": _cycle_shares(program),
     }
 
 
-def _memory(analysis: Any) -> Memory:
+def against_model(
+    numbers: Mapping[str, Any],
+    own: Iterable[Kernel],
+    model_flops: int,
+    rows_routed: int | None,
+) -> dict[str, float]:
+    """Returns the numbers of a step that compare it with its model.
+
+    `executed_over_model_flops` is raised by recomputation, unfilled rows of grouped matmuls and
+    masked attention. `rows_computed_over_routed` is of the rows that grouped matmuls multiply, over
+    assigned rows, weighted by executions. Routing is taken as balanced: groups have one size, the
+    first begins at row 0, and the first rows of the others fall anywhere in a block, which is
+    computed for both of its groups.
+
+    Args:
+        numbers: Numbers of the step.
+        own: Its kernels.
+        model_flops: FLOPs by the model's own count; 0 if unknown.
+        rows_routed: Assigned rows of a grouped matmul; None: all rows count as assigned.
+    """
+    found: dict[str, float] = {}
+    if model_flops:
+        executed = numbers["matmul_flops"] + numbers["kernel_flops"]
+        found = {
+            "model_flops": model_flops,
+            "executed_over_model_flops": executed / model_flops,
+        }
+    computed, routed = 0.0, 0.0
+    for kernel in own:
+        if kernel.groups and kernel.kind != "row sum":
+            rows, block = min(rows_routed or kernel.rows, kernel.rows), kernel.rows_at_once
+            routed += kernel.executions * rows
+            shared = (kernel.groups - 1) * (block - 1)
+            computed += kernel.executions * (math.ceil(rows / block) * block + shared)
+    return found | ({"rows_computed_over_routed": computed / routed} if routed else {})
+
+
+def _of_collectives(rows: Sequence[Collective]) -> dict[str, float]:
+    """Returns the sums over all collectives of a kind, by "<kind>.<sum>"."""
+    sums = collections.Counter[str]()
+    for row in rows:
+        for name in ("bytes", "count", "asynchronous", "small", "executions"):
+            sums[f"{row.kind}.{name}"] += getattr(row, name)
+    return dict(sums)
+
+
+def _memory(analysis: Any) -> dict[str, int]:
     peak, temporaries = analysis.peak_memory_in_bytes, analysis.temp_size_in_bytes
     host = analysis.host_argument_size_in_bytes + analysis.host_temp_size_in_bytes
     new_outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
@@ -75,15 +127,15 @@ def _memory(analysis: Any) -> Memory:
     # on the device are then the closest bound.
     if host or peak - permanent < min(temporaries, SMALL_BYTES):
         peak = permanent + temporaries
-    return Memory(
-        peak=peak,
-        arguments=analysis.argument_size_in_bytes,
-        outputs=analysis.output_size_in_bytes,
-        temporaries=temporaries,
-        aliased=analysis.alias_size_in_bytes,
-        code=analysis.generated_code_size_in_bytes,
-        host=host,
-    )
+    return {
+        "memory.peak": peak,
+        "memory.arguments": analysis.argument_size_in_bytes,
+        "memory.outputs": analysis.output_size_in_bytes,
+        "memory.temporaries": temporaries,
+        "memory.aliased": analysis.alias_size_in_bytes,
+        "memory.code": analysis.generated_code_size_in_bytes,
+        "memory.host": host,
+    }
 
 
 def _costly(program: Program, source_map: SourceMap) -> list[Costly]:
@@ -156,15 +208,12 @@ def _sources(costly: Iterable[Costly]) -> tuple[Source, ...]:
     return tuple(Source(name, total, counts[name]) for name, total in cycles.most_common())
 
 
-def _operation(program: Program, opcode: str) -> Operation:
+def _operation(program: Program, opcode: str) -> dict[str, int]:
+    """Returns the number of instructions of an opcode, and the bytes of results outside fusions."""
     found = [(c, each) for c, each in program.instructions() if each.opcode == opcode]
     outside = [(c, each) for c, each in found if not c.fused]
-    return Operation(
-        opcode=opcode,
-        count=len(found),
-        executions=round(sum(c.executions for c, _ in found)),
-        bytes=round(sum(values.shape_bytes(i.shape) * c.executions for c, i in outside)),
-    )
+    size = sum(values.shape_bytes(each.shape) * c.executions for c, each in outside)
+    return {f"{opcode}.count": len(found), f"{opcode}.bytes": round(size)}
 
 
 def matmul_flops(program: Program) -> int:

@@ -1,7 +1,5 @@
-"""Figures of compiled steps by key, for comparison with other reports and other programs."""
+"""The numbers of compiled steps as text, for comparison with other reports and other programs."""
 
-import dataclasses
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +11,7 @@ from moelib.core.table import Table
 from moelib.parallel.mesh import describe_mesh
 from moelib.planning.hlo.values import COLLECTIVES
 from moelib.planning.report.count import OPERATIONS
-from moelib.planning.report.step_report import StepReport, total
+from moelib.planning.report.step_report import StepReport
 
 
 class Figure(NamedTuple):
@@ -93,27 +91,7 @@ _SECONDS = (
     Figure("seconds.compile", "compile", _seconds),
     Figure("seconds.compile_cpu", "  CPU", _seconds),
 )
-_SECTIONS = (_MEMORY, _COLLECTIVES, _WORK, _OPERATIONS, _SECONDS)
-
-
-def figures(report: StepReport) -> dict[str, Any]:
-    """Returns the figures of a report by key."""
-    found: dict[str, Any] = {}
-    for part in ("memory", "seconds"):
-        values = dataclasses.asdict(getattr(report, part))
-        found |= {f"{part}.{name}": value for name, value in values.items()}
-    found |= {figure.key: getattr(report, figure.key, None) for figure in _WORK}
-    for key in ("cycles", "model_flops"):  # 0 if unknown: GPU compilers do not estimate cycles.
-        found[key] = found[key] or None
-    found["kernel_bytes"] = sum(kernel.bytes for kernel in report.kernels)
-    for operation in report.operations:
-        found[f"{operation.opcode}.count"] = operation.count
-        found[f"{operation.opcode}.bytes"] = operation.bytes
-    for kind in COLLECTIVES:
-        if (row := total(report.collectives, kind)) is not None:
-            for name in ("bytes", "count", "asynchronous", "small", "executions"):
-                found[f"{kind}.{name}"] = getattr(row, name)
-    return {key: value for key, value in found.items() if value is not None}
+SECTIONS = (_MEMORY, _COLLECTIVES, _WORK, _OPERATIONS, _SECONDS)
 
 
 def read_columns(path: str) -> list[Column]:
@@ -132,13 +110,12 @@ def read_columns(path: str) -> list[Column]:
         if reports is None and isinstance(values.get("collectives"), list):
             reports = [values]
         if reports:
-            made = [StepReport.from_json(json.dumps(each)) for each in reports]
-            return [Column(report.name, figures(report)) for report in made]
+            return [Column(each["name"], each["numbers"]) for each in reports]
         columns = [Column(values.pop("name", os.path.basename(path)), values)]
         if "aim" in values:
             columns.append(Column("aim", values.pop("aim")))
         _check_keys(key for column in columns for key in column.figures)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UsageError(
             f"--compare {path}: {error}; give a file of --json, or a JSON object of figures."
         ) from None
@@ -146,7 +123,7 @@ def read_columns(path: str) -> list[Column]:
 
 
 def _check_keys(keys: Iterable[str]) -> None:
-    known = [figure.key for section in _SECTIONS for figure in section]
+    known = [figure.key for section in SECTIONS for figure in section]
     for key in keys:
         if key not in known:
             raise ValueError(f"unknown figure {key!r}; {did_you_mean(key, known)}")
@@ -156,9 +133,9 @@ def figures_table(
     report: StepReport, others: Sequence[Column] = (), footnotes: Sequence[str] = ()
 ) -> Table:
     """Returns the figures of a report, with columns of others to compare."""
-    columns = [Column("ours", figures(report)), *others]
+    columns = [Column("ours", report.numbers), *others]
     rows: list[tuple[str, ...]] = []
-    for section in _SECTIONS:
+    for section in SECTIONS:
         known = [each for each in section if any(each.key in c.figures for c in columns)]
         rows += [(each.label, *(_cell(each, c.figures) for c in columns)) for each in known]
         rows += [()] if known else []

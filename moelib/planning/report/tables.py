@@ -27,12 +27,6 @@ _COLLECTIVES: _Columns = {
     "executed>": "{0.executions:,}",
     "MiB>": lambda row: f"{row.bytes / _MIB:,.1f}",
 }
-_GROUPS: _Columns = {
-    "kind": "{0.kind}",
-    "groups": lambda row: row.groups.replace(" | ", "; "),
-    "link": "{0.link}",
-    **{name: _COLLECTIVES[name] for name in ("in program>", "executed>", "MiB>")},
-}
 _KERNELS: _Columns = {
     "kernel": "{0.name}",
     "kind": "{0.kind}",
@@ -129,7 +123,6 @@ def report_text(report: StepReport, plots: Mapping[str, str]) -> str:
         ("Time", [_image(plots, "time"), *_cycles(report)]),
         ("Fusions", _fusions(report)),
         ("Collectives by mesh axes", [collectives_table(report)]),
-        ("Collectives by groups of devices", [_table("", report.collective_groups, _GROUPS)]),
         ("Kernels", [kernels_table(report)]),
         ("Costliest functions", [sources_table(report, 20)]),
     ]
@@ -157,7 +150,7 @@ def _findings(findings: Sequence[Finding]) -> str:
 
 
 def _cycles(report: StepReport) -> list[Table | str]:
-    if not report.cycles:
+    if "cycles" not in report.numbers:
         return ["This compiler does not estimate cycles."]
     return [
         "Mcycles by the compiler's estimate, without kernels and collectives.",
@@ -179,10 +172,11 @@ def _by_phase(shares: Sequence[Share], scale: float) -> Table:
 
 def _fusions(report: StepReport) -> list[Table | str]:
     inside = sum(row.instructions for row in report.fusion_kinds)
+    numbers = report.numbers
     text = (
-        f"{report.fusions:,} fusions with {inside:,} instructions, executed "
-        f"{report.fusion_executions:,} times; {report.instructions_outside_fusions:,} instructions "
-        "are outside of fusions."
+        f"{numbers['fusions']:,} fusions with {inside:,} instructions, executed "
+        f"{numbers['fusion_executions']:,} times; {numbers['instructions_outside_fusions']:,} "
+        "instructions are outside of fusions."
     )
     before = next((s for s in report.stages if s.name == "HLO, before"), None)
     if before is not None:

@@ -8,35 +8,31 @@ import pytest
 from moelib.cli import main
 from moelib.core.errors import UserError
 from moelib.kernels.gmm.tpu_tiles import Tiles
-from moelib.planning.report import step_report as reports
+from moelib.planning.report.count import against_model
+from moelib.planning.report.figures import SECTIONS
 from moelib.planning.report.schedules import schedule_timelines, schedules_table
-from moelib.planning.report.step_report import Collective, Kernel, Memory, Source, StepReport
+from moelib.planning.report.step_report import Collective, Kernel, Source, StepReport
 from tests.kernels.gmm.cases import rows_computed_over_routed
 
+_NUMBERS = [figure.key for section in SECTIONS for figure in section]
+_KERNEL = Kernel("gmm", 1, 2, 3, 4, 0, 4096, 8, 64)
 
-def make_report(**changes):
+
+def make_report(numbers=None, **changes):
     report = StepReport(
         name="x",
         topology="v6e:2x2x1",
         mesh={"expert": 2, "fsdp": 2},
-        memory=Memory(1, 2, 3, 4, 5, 6),
-        cycles=7,
+        numbers=dict.fromkeys(_NUMBERS, 1) | {"cycles": 7} | (numbers or {}),
         sources=(Source("a", 7, 1),),
-        costliest=(),
         collectives=(Collective("all-gather", ("fsdp",), 2, 3, 1, 0, 0, 9, 1000),),
-        kernels=(Kernel("gmm", 1, 2, 3, 4, 0, 4096, 8, 64),),
-        operations=(),
-        matmul_flops=8,
-        fusions=1,
-        fusion_executions=1,
-        instructions=1,
-        instructions_outside_fusions=1,
+        kernels=(_KERNEL,),
     )
     return dataclasses.replace(report, **changes)
 
 
 def test_json_gives_back_the_same_report():
-    report = make_report(loops_of_unknown_length=("while.1",), rows_routed=5)
+    report = make_report(loops_of_unknown_length=("while.1",))
     assert StepReport.from_json(report.to_json()) == report
 
 
@@ -45,15 +41,9 @@ def test_fields_that_a_report_has_not_are_refused():
         StepReport.from_json(make_report().to_json().replace('"collectives"', '"transfers"'))
 
 
-def test_collectives_of_a_kind_are_summed_over_axes():
-    rows = (
-        Collective("all-gather", ("fsdp",), 2, 3, 1, 0, 0, 9, 1000),
-        Collective("all-gather", ("expert",), 2, 2, 2, 1, 1, 4, 10),
-        Collective("all-reduce", ("fsdp",), 2),
-    )
-    expected = Collective("all-gather", ("fsdp", "expert"), 2, 5, 3, 1, 1, 13, 1010)
-    assert reports.total(rows, "all-gather") == expected
-    assert reports.total(rows, "all-to-all") is None
+def _against_model(*kernels, model_flops=0, rows_routed=None):
+    numbers = {"matmul_flops": 8, "kernel_flops": sum(kernel.flops for kernel in kernels)}
+    return against_model(numbers, kernels, model_flops, rows_routed)
 
 
 def test_rows_computed_are_the_mean_over_first_rows_of_groups():
@@ -65,22 +55,21 @@ def test_rows_computed_are_the_mean_over_first_rows_of_groups():
         inner = np.arange(1, 8) * 256 + rng.integers(-32, 32, 7)
         sizes = np.diff([0, *inner, 2048]).tolist()
         ratios.append(rows_computed_over_routed(sizes, 4096, tiles))
-    ours = make_report(rows_routed=2048).rows_computed_over_routed
+    ours = _against_model(_KERNEL, rows_routed=2048)["rows_computed_over_routed"]
     assert ours == pytest.approx(np.mean(ratios), rel=0.01)
     assert ours == (2048 + 7 * 63) / 2048
 
 
 def test_sums_of_rows_are_not_rows_that_experts_compute():
-    report = make_report(rows_routed=2048)
     summing = Kernel("gmm", 2, 2, 1, 1, rows=4096, groups=64, rows_at_once=64, kind="row sum")
-    both = make_report(rows_routed=2048, kernels=(*report.kernels, summing))
-    assert both.rows_computed_over_routed == report.rows_computed_over_routed
-    assert make_report(kernels=()).rows_computed_over_routed is None
+    alone, both = (_against_model(*x, rows_routed=2048) for x in ([_KERNEL], [_KERNEL, summing]))
+    assert both == alone
+    assert _against_model() == {}
 
 
 def test_flops_executed_are_set_against_the_models():
-    assert make_report().executed_over_model_flops is None
-    assert make_report(model_flops=4).executed_over_model_flops == (8 + 3) / 4
+    found = _against_model(_KERNEL, model_flops=4)
+    assert found["executed_over_model_flops"] == (8 + 3) / 4
 
 
 def test_idle_shares_and_activations_are_tabulated():
