@@ -1,23 +1,18 @@
-"""Streaming input: text too large to prepare, read by tf.data, tokenized and packed on the way.
+"""Streaming input: documents of any source, tokenized and packed while a model trains.
 
-For training only. Documents come in a shuffled order that a restart reproduces exactly, but which,
-unlike a prepared store's, depends on the number of hosts, and batches have no random access.
-Packing is concat-and-split with the pairs of `moelib.data.packing`; the sequences of a long
-document follow one another.
-
-tf.data reads and shuffles records natively, so that its iterator can be checkpointed; parsing,
-tokenizing and packing happen in Python behind it. The state contains that of tf.data with its
-shuffle buffer: a few MB for 1000 documents. TensorFlow comes with the extra `tfds`.
+For training only, on text too large to prepare. The order of documents is a function of the seed
+and the epoch: that of the source's parts is shuffled, and then each window of `shuffle_buffer`
+documents. The position is some integers: a restart reads the window again. The order depends on the
+number of hosts, and batches have no random access. Packing is concat-and-split with the pairs of
+`moelib.data.packing`; the sequences of a long document follow one another.
 
 Letters: B sequences of this host's batch, S sequence length.
 """
 
-import base64
+import hashlib
 import itertools
-import os
-import tempfile
-import zlib
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,9 +30,7 @@ from moelib.data.input import (
     rows_of_host,
 )
 from moelib.data.packing import DocumentBoundary, Packing, make_plan
-from moelib.data.source import BadRecordError
-from moelib.data.text_stream import TextStream
-from moelib.data.tfds_import import import_tensorflow
+from moelib.data.source import BadRecordError, BadRecords, Part, Source, texts_of
 from moelib.data.token_source import TokenSource
 from moelib.data.tokenizer import Tokenizer
 
@@ -46,28 +39,38 @@ if TYPE_CHECKING:
 
 _DOCUMENTS_AT_ONCE = 32  # Tokenized together.
 
+# A document: where its window begins (bad records are those before the part), its number in the
+# shuffled order of the window, and the number of its tokens that are in batches.
+_START = {"epoch": 0, "window": 0, "part": 0, "record": 0, "bad_records": 0, "document": 0}
+_START["token"] = 0
+
 
 class StreamingInput(Input):
     """Batches of documents that are tokenized as they are read, epoch after epoch."""
 
     @config_class
     class Config(Input.Config):
-        stream: TextStream.Config = REQUIRED  # The documents.
+        source: Source.Config = REQUIRED  # The documents.
         tokenizer: Tokenizer.Config = REQUIRED  # Encodes the documents.
         # Segments, positions and targets where one document follows another.
         document_boundary: DocumentBoundary = DocumentBoundary.RESET
         seed: int = 0  # Of the order of documents.
-        shuffle_buffer: int = 1024  # Documents among which the next is drawn; 1 keeps the order.
+        # Documents that are shuffled among themselves; 1 keeps the order of the source.
+        shuffle_buffer: int = 1024
         max_bad_records: int = 0  # Records without a document to skip; one more is an error.
-        snapshot_every: int = 64  # Batches between snapshots; a restart repeats up to as many.
         vocab_size: int | None = None  # The model's; a tokenizer with a larger one is refused.
 
     def __init__(self, cfg: Config) -> None:
-        """Loads the tokenizer; reads no text. Raises UserError if its vocabulary is too large."""
+        """Lists the source and loads the tokenizer; reads no text.
+
+        Raises UserError if a number is out of its range, or the vocabulary too large.
+        """
         super().__init__(cfg)
         cfg = self.config
+        if cfg.shuffle_buffer < 1:
+            raise UserError(f"shuffle_buffer={cfg.shuffle_buffer}: set 1 or more.")
         self.tokenizer: Any = cfg.tokenizer.instantiate()
-        self.stream: Any = cfg.stream.instantiate()
+        self.parts: Sequence[Part] = cfg.source.instantiate().parts()
         if cfg.vocab_size is not None and self.tokenizer.vocab_size > cfg.vocab_size:
             raise UserError(
                 f"vocab_size={cfg.vocab_size}: the tokenizer has {self.tokenizer.vocab_size} "
@@ -87,8 +90,9 @@ class StreamingInput(Input):
     def identity_of_host(self, host_index: int, num_hosts: int) -> State:
         """Returns the settings and data that determine a host's batches, as JSON values."""
         cfg = self.config
+        listed = json.dumps([(part.name, part.num_bytes) for part in self.parts])
         return {
-            "stream": self.stream.fingerprint(),
+            "source": hashlib.sha256(listed.encode()).hexdigest(),
             "tokenizer": self.tokenizer.fingerprint,
             "seq_len": cfg.seq_len,
             "global_batch_size": cfg.global_batch_size,
@@ -105,18 +109,24 @@ class StreamingIterator(BatchIterator):
 
     def __init__(self, owner: StreamingInput, host_index: int, num_hosts: int, rows: int) -> None:
         self._owner, self._num_rows = owner, rows
-        self._host = (host_index, num_hosts)
+        self._host_index, self._num_hosts = host_index, num_hosts
         self._identity = owner.identity_of_host(host_index, num_hosts)
-        self._pending = _PendingDocuments(owner.tokenizer)
-        self.step = self.num_bad_records = 0
-        self._records = iter(self._dataset())
-        self._snapshot = self._take_snapshot()
+        self.step = 0
+        self._go_to(_START)
 
-    def _dataset(self) -> Any:
-        cfg = self._owner.config
-        records = self._owner.stream.records(*self._host)
-        records = records.shuffle(cfg.shuffle_buffer, seed=cfg.seed, reshuffle_each_iteration=True)
-        return records.repeat().prefetch(_DOCUMENTS_AT_ONCE)
+    def _go_to(self, position: State) -> None:
+        self._begin = position
+        self._bad_records = BadRecords(position["bad_records"])
+        self._documents = self._documents_from(position)
+        self._pending = _PendingDocuments(self._owner.tokenizer)
+        if position["token"]:
+            self._read_documents()
+            self._pending.drop(position["token"])
+
+    @property
+    def num_bad_records(self) -> int:
+        """Records without a document that were skipped."""
+        return self._bad_records.count
 
     def __next__(self) -> "Batch":
         """Returns this host's sequences of the next batch.
@@ -126,8 +136,6 @@ class StreamingIterator(BatchIterator):
             UserError: If there is no text at all.
         """
         cfg = self._owner.config
-        if self.step and self.step % cfg.snapshot_every == 0:
-            self._snapshot = self._take_snapshot()
         while self._pending.num_pairs(cfg.document_boundary) < self._num_rows * cfg.seq_len:
             self._read_documents()
         self.step += 1
@@ -135,58 +143,73 @@ class StreamingIterator(BatchIterator):
 
     def _read_documents(self) -> None:
         """Reads and tokenizes some documents."""
-        texts, num_read = [], 0
-        while not texts:
-            for location, content in itertools.islice(self._records, _DOCUMENTS_AT_ONCE):
-                num_read += 1
-                if text := self._text(location.numpy(), content.numpy()):
-                    texts.append(text)
-            if (not texts and num_read >= 100_000) or not num_read:
-                raise UserError(
-                    f"The stream has no text in {num_read} records; set paths to files with text."
-                )
-        self._pending.add(texts)
+        self._pending.add(list(itertools.islice(self._documents, _DOCUMENTS_AT_ONCE)))
 
-    def _text(self, location: bytes, content: bytes) -> str:
-        """Returns a record's document; a record without one counts as an empty document."""
+    def _documents_from(self, position: State) -> Iterator[tuple[State, str]]:
+        """Yields (position, text) of the documents that are not empty, from a position on."""
+        cfg = self._owner.config
+        at = dict(position)
+        while True:
+            num_read, has_text, is_whole = 0, False, at["part"] == at["record"] == 0
+            reader = self._records(at["epoch"], at["part"], at["record"])
+            while window := list(itertools.islice(reader, cfg.shuffle_buffer)):
+                num_read += len(window)
+                at |= window[0][0]
+                rng = np.random.default_rng([cfg.seed, at["epoch"], at["window"]])
+                order = rng.permutation(len(window))
+                for number in range(at["document"], len(window)):
+                    if text := window[order[number]][1]:
+                        has_text = True
+                        yield {**at, "document": number}, text
+                at |= {"window": at["window"] + 1, "document": 0}
+            if is_whole and not has_text:
+                raise UserError(
+                    f"The stream has no text in {num_read} records; set source to one with text."
+                )
+            at = {**_START, "epoch": at["epoch"] + 1, "bad_records": self.num_bad_records}
+
+    def _records(self, epoch: int, part: int, record: int) -> Iterator[tuple[State, str]]:
+        """Yields ({"part", "record", "bad_records"}, text) of this host's documents of an epoch."""
+        cfg, parts, hosts = self._owner.config, self._owner.parts, self._num_hosts
+        shares_parts = len(parts) >= hosts
+        mine = list(parts[self._host_index :: hosts] if shares_parts else parts)
+        order = np.arange(len(mine))
+        if cfg.shuffle_buffer > 1:
+            order = np.random.default_rng([cfg.seed, epoch]).permutation(len(mine))
+        for i in range(part, len(mine)):
+            start = {"part": i, "bad_records": self.num_bad_records}
+            for number, text in enumerate(self._texts(mine[order[i]])):
+                skipped = i == part and number < record
+                if not skipped and (shares_parts or number % hosts == self._host_index):
+                    yield {**start, "record": number}, text
+
+    def _texts(self, part: Part) -> Iterator[str]:
+        """Yields the documents of a part. Raises BadRecordError beyond `max_bad_records`."""
+        most = self._owner.config.max_bad_records
+        bad = self._bad_records if most else None
         try:
-            return self._owner.stream.text(content)
+            for text in texts_of(part, bad):
+                if bad is not None and bad.count > most:
+                    raise BadRecordError(bad.first)
+                yield text
         except BadRecordError as error:
-            self.num_bad_records += 1
-            if self.num_bad_records <= (most := self._owner.config.max_bad_records):
-                return ""
             raise BadRecordError(
-                f"{location.decode()}: {error}; correct it, or set max_bad_records={most} larger "
-                "to skip such records."
+                f"{error}; correct it, or set max_bad_records={most} larger to skip such records."
             ) from None
 
-    def _take_snapshot(self) -> State:
-        """Returns the complete state of reading."""
-        return {
-            "step": self.step,
-            "bad_records": self.num_bad_records,
-            "pending": self._pending.state(),
-            "tf_data": _save_iterator(self._records),
-        }
-
     def state(self) -> State:
-        """Returns the last snapshot and the step: cheap enough for every batch."""
-        return {"step": self.step, "snapshot": self._snapshot, "input": self._identity}
+        """Returns the position of the first token that is in no batch."""
+        position = self._pending.first_position or self._begin
+        return {"step": self.step, "position": position, "input": self._identity}
 
     def restore(self, state: State) -> None:
-        """Goes to the snapshot, and repeats the batches since.
+        """Goes to a position.
 
         Raises UserError if the saved input had other batches, or was another host's.
         """
         check_state(state, self._identity)
-        snapshot = state["snapshot"]
-        self._records = iter(self._dataset())
-        _restore_iterator(self._records, snapshot["tf_data"])
-        self._pending.restore(snapshot["pending"])
-        self.step, self.num_bad_records = snapshot["step"], snapshot["bad_records"]
-        self._snapshot = snapshot
-        while self.step < state["step"]:
-            next(self)
+        self._go_to(state["position"])
+        self.step = state["step"]
 
 
 class _PendingDocuments(TokenSource):
@@ -198,6 +221,8 @@ class _PendingDocuments(TokenSource):
         self.name = "stream"
         self.vocab_size, self.eos_id = tokenizer.vocab_size, tokenizer.eos_id
         self.token_num_bytes = tokenizer.token_num_bytes()
+        self._positions: list[State] = []
+        self._dropped = 0  # Tokens of the first document that are in earlier batches.
         self._hold(np.empty(0, np.int32), [])
 
     def _hold(self, tokens: npt.NDArray[np.int32], lengths: Sequence[int]) -> None:
@@ -205,17 +230,32 @@ class _PendingDocuments(TokenSource):
         self.starts = np.cumsum(self.lengths) - self.lengths
         self.file_starts = np.array([0, len(tokens)], np.int64)
 
+    @property
+    def first_position(self) -> State | None:
+        """Position of the first token; None before the first document."""
+        return {**self._positions[0], "token": self._dropped} if self._positions else None
+
     def file(self, index: int) -> npt.NDArray[np.int32]:
         """Returns all tokens."""
         del index
         return self._tokens
 
-    def add(self, texts: Sequence[str]) -> None:
-        """Appends documents, each with its end-of-text token."""
-        new = [
-            np.array([*ids, self.eos_id], np.int32) for ids in self._tokenizer.encode_batch(texts)
-        ]
+    def add(self, documents: Sequence[tuple[State, str]]) -> None:
+        """Appends documents with their positions, each with its end-of-text token."""
+        positions, texts = zip(*documents, strict=True)
+        ids = self._tokenizer.encode_batch(texts)
+        new = [np.array([*each, self.eos_id], np.int32) for each in ids]
+        self._positions += positions
         self._hold(np.concatenate([self._tokens, *new]), [*self.lengths, *map(len, new)])
+
+    def drop(self, num_tokens: int) -> None:
+        """Removes tokens from the front."""
+        left = self.starts + self.lengths - num_tokens
+        first = int(np.argmax(left > 0))  # The first document of which tokens are left.
+        dropped = num_tokens - int(self.starts[first])
+        self._dropped = dropped + (self._dropped if first == 0 else 0)
+        del self._positions[:first]
+        self._hold(self._tokens[num_tokens:], np.minimum(left, self.lengths)[first:].tolist())
 
     def num_pairs(self, boundary: DocumentBoundary) -> int:
         """Returns the number of pairs of a token and its target."""
@@ -229,55 +269,5 @@ class _PendingDocuments(TokenSource):
         pieces = plan.pieces(np.arange(num_rows))
         batch = empty_batch(num_rows, seq_len, self.eos_id)
         fill_pieces(batch, np.arange(num_rows), pieces, self, boundary)
-        first = int(pieces.next_token[-1])  # The last target is the next sequence's first token.
-        left = np.maximum(self.starts + self.lengths - first, 0)
-        self._hold(self._tokens[first:], np.minimum(left, self.lengths)[left > 0].tolist())
+        self.drop(int(pieces.next_token[-1]))  # The next sequence begins with the last target.
         return batch
-
-    def state(self) -> State:
-        """Returns the documents as JSON values."""
-        return {
-            "tokens": _encode(self._tokens.astype("<i4").tobytes()),
-            "lengths": self.lengths.tolist(),
-        }
-
-    def restore(self, state: State) -> None:
-        """Replaces the documents by saved ones."""
-        tokens = np.frombuffer(_decode(state["tokens"]), "<i4").astype(np.int32)
-        self._hold(tokens, state["lengths"])
-
-
-def _encode(data: bytes) -> str:
-    return base64.b64encode(zlib.compress(data, 1)).decode()
-
-
-def _decode(text: str) -> bytes:
-    return zlib.decompress(base64.b64decode(text))
-
-
-def _save_iterator(iterator: Any) -> dict[str, str]:
-    """Returns the state of a tf.data iterator, as the files that TensorFlow writes for it."""
-    tf = import_tensorflow()
-    with tempfile.TemporaryDirectory() as folder:
-        tf.train.Checkpoint(iterator=iterator).write(os.path.join(folder, "state"))
-        files = {}
-        for name in sorted(os.listdir(folder)):
-            with open(os.path.join(folder, name), "rb") as file:
-                files[name] = _encode(file.read())
-    return files
-
-
-def _restore_iterator(iterator: Any, files: dict[str, str]) -> None:
-    """Sets a tf.data iterator to a saved state. Raises UserError if that names other folders."""
-    tf = import_tensorflow()
-    with tempfile.TemporaryDirectory() as folder:
-        for name, content in files.items():
-            if os.path.basename(name) != name:
-                raise UserError(
-                    f"The saved position in the data has a file {name!r:.80} outside its folder; "
-                    "resume from another checkpoint."
-                )
-            with open(os.path.join(folder, name), "wb") as file:
-                file.write(_decode(content))
-        read = tf.train.Checkpoint(iterator=iterator).read(os.path.join(folder, "state"))
-        read.assert_consumed()

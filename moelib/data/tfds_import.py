@@ -63,7 +63,7 @@ def check_array_record() -> None:
 
 def import_tensorflow() -> Any:
     """Returns TensorFlow, kept off accelerators, whose memory it would take from JAX."""
-    tf = _import("tensorflow", "Reading with tf.data (TFRecord files, streaming)")
+    tf = _import("tensorflow", "Reading TFRecord files")
     for kind in ("GPU", "TPU"):
         tf.config.set_visible_devices([], kind)
     return tf

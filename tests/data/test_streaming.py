@@ -1,4 +1,4 @@
-"""All tests that import TensorFlow, which takes seconds: streaming, and TFRecord files."""
+"""Streams: the documents of an epoch, their order, and positions that are restored."""
 
 import gzip
 import json
@@ -7,23 +7,14 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from moelib.core.errors import UserError
 from moelib.core.tree import Batch
 from moelib.data.input import batch_spec
+from moelib.data.json_lines import JsonLines
 from moelib.data.packing import DocumentBoundary
 from moelib.data.prefetch import Prefetcher
-from moelib.data.source import BadRecordError
+from moelib.data.source import BadRecordError, InMemorySource
 from moelib.data.streaming import StreamingInput
-from moelib.data.text_stream import JsonLinesStream, TFDSStream
-from moelib.data.tfds_import import import_tensorflow, import_tfds
-from moelib.data.tfds_source import TFDSSource
-from moelib.data.tokenizer import ByteTokenizer, Tokenizer
-from tests.data.tfds_corpus import write_corpus
-
-pytestmark = [
-    pytest.mark.slow,  # Importing TensorFlow: 7 s of an idle processor, up to 50 of a busy one.
-    pytest.mark.filterwarnings("ignore"),  # TensorFlow and TFDS use deprecated functions of theirs.
-]
+from moelib.data.tokenizer import ByteTokenizer
 
 TEXTS = [f"{i:03d}" + "x" * (7 * i % 41) for i in range(40)]
 RESET, CONTINUE = DocumentBoundary.RESET, DocumentBoundary.CONTINUE
@@ -42,15 +33,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _config(path: str, **fields: object) -> StreamingInput.Config:
-    return StreamingInput.default_config().set(
-        stream=JsonLinesStream.default_config().set(paths=[path]),
+    cfg = StreamingInput.default_config().set(
+        source=JsonLines.default_config().set(paths=[path]),
         tokenizer=ByteTokenizer.default_config(),
         seq_len=16,
         global_batch_size=4,
         shuffle_buffer=8,
-        snapshot_every=5,
-        **fields,
     )
+    return cfg.set(**fields)
 
 
 def _documents(batches: list[Batch]) -> list[str]:
@@ -140,7 +130,7 @@ def test_prefetching_keeps_the_position_of_the_batches_taken(files):
 def test_a_broken_line_is_named_or_counted(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a good line"}\n\nbad\n')
     iterator = _config(str(tmp_path)).instantiate().iterator()
-    with pytest.raises(BadRecordError, match=r"a.jsonl:3:.*JSON.*max_bad_records"):
+    with pytest.raises(BadRecordError, match=r"a.jsonl:3:.*JSON.*max_bad_records=0"):
         next(iterator)
     iterator = _config(str(tmp_path), max_bad_records=1000).instantiate().iterator()
     next(iterator)
@@ -158,37 +148,23 @@ def test_a_vocabulary_beyond_the_models_is_refused(files):
         _config(files, vocab_size=256).instantiate()
 
 
-def test_tfrecord_data_sets_are_streamed_and_read(tmp_path):
-    folder = write_corpus(TEXTS, str(tmp_path), "tfrecord")
-    assert sorted(TFDSSource.default_config().set(name=folder).instantiate().documents()) == TEXTS
-    stream = TFDSStream.default_config().set(name=folder)
-    cfg = _config("unused").set(stream=stream)
-    batches = [next(cfg.instantiate().iterator()) for _ in range(2)]
-    assert set(_documents(batches[:1])[:-1]) <= set(TEXTS)
-    assert isinstance(cfg.instantiate().tokenizer, Tokenizer)
+def test_a_buffer_of_one_keeps_the_order_of_the_source():
+    source = InMemorySource.default_config().set(texts=TEXTS, documents_per_part=7)
+    iterator = _config("unused", source=source, shuffle_buffer=1).instantiate().iterator()
+    batches = [next(iterator) for _ in range(1 + sum(map(len, TEXTS)) // 64)]
+    assert _documents(batches)[: len(TEXTS)] == TEXTS
 
 
-def test_a_data_set_that_tfds_stores_itself_is_read(tmp_path):
-    tfds, tf = import_tfds(), import_tensorflow()
-    features = tfds.features.FeaturesDict({"text": tfds.features.Text()})
-    tfds.dataset_builders.store_as_tfds_dataset(
-        name="stored",
-        version="1.0.0",
-        features=features,
-        split_datasets={"train": tf.data.Dataset.from_tensor_slices({"text": TEXTS})},
-        data_dir=str(tmp_path),
-    )
-    source = TFDSSource.default_config().set(name=str(tmp_path / "stored" / "1.0.0"))
-    assert sorted(source.instantiate().documents()) == TEXTS
-
-
-def test_a_saved_position_writes_no_file_outside_its_folder(files, tmp_path):
-    iterator = _config(files).instantiate().iterator()
-    next(iterator)
-    state = iterator.state()
-    written = state["snapshot"]["tf_data"]
-    outside = str(tmp_path / "outside")
-    state["snapshot"]["tf_data"] = written | {outside: next(iter(written.values()))}
-    with pytest.raises(UserError, match=outside):
-        _config(files).instantiate().iterator().restore(state)
-    assert not (tmp_path / "outside").exists()
+def test_bad_records_are_counted_once_after_a_restart(tmp_path):
+    lines = [json.dumps({"text": text}) if i % 5 else "bad" for i, text in enumerate(TEXTS)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    cfg = _config(str(tmp_path), max_bad_records=100)
+    unbroken, restored = (cfg.instantiate().iterator() for _ in range(2))
+    for _ in range(25):  # Twice through the text, and some.
+        next(unbroken)
+    restored.restore(unbroken.state())
+    for _ in range(5):
+        next(unbroken), next(restored)
+    position = restored.state()["position"]
+    assert position == unbroken.state()["position"]
+    assert position["bad_records"] == 8 * position["epoch"] > 0

@@ -7,6 +7,7 @@ import pytest
 from moelib.cli import main
 from moelib.core.errors import UserError
 from moelib.data import tfds_source
+from moelib.data.tfds_import import import_tensorflow, import_tfds
 from moelib.data.tfds_source import TFDSSource
 from tests.data.tfds_corpus import write_corpus
 
@@ -62,6 +63,26 @@ def test_code_that_a_data_set_names_is_refused_and_not_run(
     assert str(tmp_path / "copy") in line
     assert "'hostile.Text'" in line
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.slow  # Imports TensorFlow: 7 s of an idle processor, up to 50 of a busy one.
+def test_data_sets_in_tfrecord_are_read(tmp_path):
+    name = write_corpus(TEXTS, str(tmp_path), "tfrecord")
+    assert sorted(_source(name).documents()) == sorted(TEXTS)
+
+
+@pytest.mark.slow
+def test_a_data_set_that_tfds_stores_itself_is_read(tmp_path):
+    tfds, tf = import_tfds(), import_tensorflow()
+    tfds.dataset_builders.store_as_tfds_dataset(
+        name="stored",
+        version="1.0.0",
+        features=tfds.features.FeaturesDict({"text": tfds.features.Text()}),
+        split_datasets={"train": tf.data.Dataset.from_tensor_slices({"text": TEXTS})},
+        data_dir=str(tmp_path),
+    )
+    found = _source(str(tmp_path / "stored" / "1.0.0")).documents()
+    assert sorted(found) == sorted(TEXTS)
 
 
 @pytest.mark.parametrize("damage", ["features", "info", "truncated", "missing", "folder"])

@@ -3,13 +3,13 @@
 import pytest
 
 from moelib.data.input import Input, load_tokenizer
+from moelib.data.json_lines import JsonLines
 from moelib.data.lm_input import LMInput
 from moelib.data.mixture import Mixture
 from moelib.data.prepare import prepare
 from moelib.data.source import InMemorySource
 from moelib.data.streaming import StreamingInput
 from moelib.data.synthetic import SyntheticInput
-from moelib.data.text_stream import JsonLinesStream
 from moelib.data.token_store import TokenStore
 from moelib.data.tokenizer import NoTokenizerError, Tokenizer, train_bpe
 
@@ -32,7 +32,7 @@ def _inputs(store: str) -> dict[str, Input.Config]:
         sources={"a": source, "b": source.clone()}, weights={"a": 1.0, "b": 1.0}
     )
     stream = StreamingInput.default_config().set(
-        stream=JsonLinesStream.default_config().set(paths=["gone"]),
+        source=JsonLines.default_config().set(paths=["gone"]),
         tokenizer=Tokenizer.default_config().set(path=store),
     )
     lm_input = LMInput.default_config()

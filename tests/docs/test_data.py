@@ -11,12 +11,12 @@ from moelib.data.corpus_tokenizer import corpus_tokenizer
 from moelib.data.describe import describe_batch
 from moelib.data.files import TextFiles
 from moelib.data.input import load_tokenizer
+from moelib.data.json_lines import JsonLines
 from moelib.data.lm_input import LMInput
 from moelib.data.mixture import Mixture
 from moelib.data.packing import DocumentBoundary, Packing
 from moelib.data.prepare import prepare
 from moelib.data.streaming import StreamingInput
-from moelib.data.text_stream import JsonLinesStream
 from moelib.data.token_store import TokenStore
 from moelib.data.tokenizer import Tokenizer
 from moelib.train.evaler import SpmdEvaler
@@ -104,7 +104,7 @@ def test_a_mixture(store):
 def test_a_stream(store):
     # --8<-- [start:streaming]
     cfg = StreamingInput.default_config().set(
-        stream=JsonLinesStream.default_config().set(paths=["web/*.jsonl.gz"]),
+        source=JsonLines.default_config().set(paths=["web/*.jsonl.gz"]),
         tokenizer=Tokenizer.default_config().set(path="data/books"),
         seq_len=128,
         global_batch_size=4,
