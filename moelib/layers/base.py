@@ -63,6 +63,8 @@ class BaseLayer(Module):
 
     # Whether documents influence each other in this layer by design, as in expert choice.
     mixes_documents: ClassVar[bool] = False
+    # Whether the output of a token depends on later tokens by design, as in an encoder.
+    looks_ahead: ClassVar[bool] = False
     # Names of the weights that `quantization` applies to; the layer takes them from `operands`.
     quantized: ClassVar[tuple[str, ...]] = ()
 

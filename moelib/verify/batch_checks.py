@@ -72,6 +72,28 @@ def packing(known: Reference) -> Difference | None:
     return None
 
 
+def causality(known: Reference) -> Difference | None:
+    """Checks that the loss of the tokens up to a position does not depend on later tokens."""
+    model = known.probe.trainer.model
+    if not getattr(model, "is_language_model", True):
+        raise CheckSkippedError("the model is not a language model")
+    for layer, _ in model.walk():
+        if layer.looks_ahead or layer.mixes_documents:
+            raise CheckSkippedError(f"{layer.path()} depends on later tokens by design")
+    seq_len = known.config.input.seq_len
+    for position in (seq_len // 4, seq_len // 2, 3 * seq_len // 4):
+        batch = batches.with_loss_until(known.batches[0], position)
+        vocab_size = batches.vocab_size(known.config)
+        changed = batches.with_other_tokens_after(batch, position, vocab_size, seed=7)
+        metrics = [known.observe(each).metrics for each in (batch, changed)]
+        if any(map(drops_tokens, metrics)):
+            raise CheckSkippedError("which tokens are dropped depends on the whole sequence")
+        text = f"loss of tokens 0 to {position}, with other tokens after them"
+        if found := first_difference(*({text: x["loss"]} for x in metrics), relative=TOLERANCE):
+            return found
+    return None
+
+
 def _compare(known: Reference, a: Any, b: Any, copies: int = 1) -> Difference | None:
     """Compares losses, loads, gradients and updates of layers of two batches.
 

@@ -62,6 +62,23 @@ def with_loss_of(batch: Batch, document: int) -> Batch:
     return batch | {"target_labels": labels.astype(np.int32)}
 
 
+def with_loss_until(batch: Batch, position: int) -> Batch:
+    """Returns the batch with a loss of the tokens up to a position of each sequence only."""
+    labels = np.where(_index(batch) <= position, batch["target_labels"], -1)
+    return batch | {"target_labels": labels.astype(np.int32)}
+
+
+def with_other_tokens_after(batch: Batch, position: int, vocab_size: int, seed: int) -> Batch:
+    """Returns the batch with other tokens after a position of each sequence, and its labels."""
+    other = np.random.default_rng(seed).integers(0, vocab_size, batch["input_ids"].shape)
+    ids = np.where(_index(batch) > position, other, batch["input_ids"])
+    return batch | {"input_ids": ids.astype(np.int32)}
+
+
+def _index(batch: Batch) -> np.ndarray:
+    return np.arange(batch["input_ids"].shape[1])
+
+
 def _labels(ids: np.ndarray, segments: np.ndarray, counted: np.ndarray) -> np.ndarray:
     """Returns the next tokens of the same documents where they are counted, and -1 elsewhere."""
     follows = np.roll(segments, -1, 1) == segments

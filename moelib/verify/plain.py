@@ -23,7 +23,6 @@ from moelib.core.tree import Batch, Nested
 from moelib.layers.base import BaseLayer
 from moelib.layers.kernel_backends import BACKENDS, kernel_backends
 from moelib.layers.moe.dispatch import DenseDispatcher, Dispatcher
-from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
 from moelib.layers.quantization import Quantization
 from moelib.layers.transformer import BaseStack, LoopStack, ScanStack
 from moelib.models.causal_lm import CausalLM
@@ -40,19 +39,13 @@ class Values(NamedTuple):
     params: Nested  # Parameters with the layers' updates of their state.
 
 
-def capacity_of(dispatcher: Any) -> float | None:
-    """Returns the capacity factor of a dispatcher's config; None for one that drops nothing."""
-    is_known = getattr(dispatcher, "klass", None) is CapacityDispatcher
-    return dispatcher.capacity_factor if is_known else None
-
-
 class Plain:
     """A trainer's model in its plain form, except for the parts to keep."""
 
     def __init__(self, trainer: Any, keep: tuple[str, ...] = ()) -> None:
         """Builds the model; compiles nothing.
 
-        `keep` may have "stack", "dispatcher", and "capacity": dispatchers whose drops are known.
+        `keep` may have "stack" and "dispatcher".
         """
         self.keep = keep
         self._trainer = trainer
@@ -66,8 +59,7 @@ class Plain:
                     loop = LoopStack if value.klass is ScanStack else value.klass
                     holder.set(**{name: loop.default_config().set(**fields)})
                 klass = getattr(value, "klass", object)
-                is_kept = "dispatcher" in keep or ("capacity" in keep and capacity_of(value))
-                if issubclass(klass, Dispatcher) and not is_kept:
+                if issubclass(klass, Dispatcher) and "dispatcher" not in keep:
                     holder.set(**{name: DenseDispatcher.default_config()})
         self.model = cfg.instantiate(parent=None)
         self._run: Any = None

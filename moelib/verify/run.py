@@ -37,7 +37,7 @@ from moelib.verify.step_probe import Probe, narrow_layers
 from moelib.verify.variant_checks import bfloat16
 
 CHECKS = (*EARLY_CHECKS, *SINGLE_DEVICE_CHECKS, "bfloat16", *MESH_CHECKS)  # Names, in order.
-_IN_FLOAT32 = ("layers", "plain", "derivatives", "doubled", "padding", "packing", *MESH_CHECKS)
+_IN_FLOAT32 = ("plain", "derivatives", "doubled", "padding", "packing", "causality", *MESH_CHECKS)
 _MOST_DEVICES = 256
 _SECONDS_BETWEEN_LINES = 10.0  # Of progress, where stderr is no terminal.
 

@@ -16,11 +16,10 @@ from moelib.core.tree import Batch
 from moelib.train.loop import TrainLoop
 from moelib.train.metrics import PackedMetrics, pack
 from moelib.train.signals import StopRequest
-from moelib.verify.batch_checks import doubled, masked, packing, padding
+from moelib.verify.batch_checks import causality, doubled, masked, packing, padding
 from moelib.verify.compare import Difference, first_bit_difference, first_difference
 from moelib.verify.data_checks import data, hosts
 from moelib.verify.export_checks import exported
-from moelib.verify.layer_checks import gpu_kernels, kernels, layers
 from moelib.verify.objective_checks import auxiliary, balanced, derivatives, plain, reached
 from moelib.verify.outcome import CheckSkippedError
 from moelib.verify.reference import Reference
@@ -100,7 +99,7 @@ def _train(known: Reference, folder: str, batches: dict[int, Batch], end: int = 
     return jax.device_get(trainer.trainer_state)
 
 
-THOROUGH_CHECKS = ("tpu_kernels", "gpu_kernels")  # Those that are too slow by default.
+THOROUGH_CHECKS = ("tpu_kernels",)  # Those that are too slow by default.
 
 # Those nearest to the cause of a failure first. Each returns the first difference, or None or a
 # note; or raises CheckFailedError or CheckSkippedError.
@@ -109,8 +108,6 @@ SINGLE_DEVICE_CHECKS: dict[str, Callable[[Reference], Difference | str | None]] 
     for check in (
         data,
         hosts,
-        kernels,
-        layers,
         plain,
         derivatives,
         stepped,
@@ -123,8 +120,8 @@ SINGLE_DEVICE_CHECKS: dict[str, Callable[[Reference], Difference | str | None]] 
         padding,
         doubled,
         packing,
+        causality,
         exported,
         tpu_kernels,
-        gpu_kernels,
     )
 }

@@ -96,7 +96,7 @@ def _kept_in_float32(known: Reference, probe: Probe, observed: Observed) -> Diff
 def tpu_kernels(known: Reference) -> Difference | str | None:
     """Compares the step with that of the grouped matmul of TPUs, interpreted.
 
-    Heads of a small config are too small for their attention, which `kernels` compares.
+    Heads of a small config are too small for their attention.
     """
     backends = known.config.kernel_backends | {"gmm": "tpu"}
     probe = Probe(known.config.clone(kernel_backends=backends), {}, known.devices)

@@ -6,7 +6,6 @@ platforms, h state that layers update themselves.
 """
 
 import dataclasses
-import functools
 import time
 
 import jax
@@ -16,18 +15,13 @@ import numpy as np
 from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.core import context, precision, tree
 from moelib.core.config import config_for_function
-from moelib.core.module import Module
 from moelib.core.param import Cast
 from moelib.data import lm_input, mixture, packing
 from moelib.data.prefetch import Prefetcher
-from moelib.kernels.flash_attention import passes, tpu_kernels
-from moelib.kernels.flash_attention import xla as attention_xla
-from moelib.kernels.gmm import xla as gmm_xla
-from moelib.layers import initializers, norm, rope, transformer
-from moelib.layers.attention.grouped_query import GroupedQueryAttention
+from moelib.layers import initializers, norm, transformer
 from moelib.layers.attention.latent import LatentAttention
 from moelib.layers.feed_forward import FeedForward
-from moelib.layers.moe import balance, dispatch, dispatch_capacity
+from moelib.layers.moe import balance, dispatch
 from moelib.layers.moe import layer as moe_layer
 from moelib.layers.moe.balance import BalanceScope, BiasBalancing, LoadBalanceLoss, RouterZLoss
 from moelib.layers.moe.dispatch import Dispatcher, SortedDispatcher
@@ -100,114 +94,12 @@ def with_capacity() -> SpmdTrainer.Config:
 # -- a: references of layers -----------------------------------------------------------------------
 
 
-@replaces(attention_xla, "attention_mask", "kernels")
-def mask_off_by_one_at_blocks(known, positions, spec):
-    """The first query of a block of 64 sees the key after it."""
-    first = (positions.q_index % 64 == 0) & (positions.q_index > 0)
-    ahead = positions.q_index[:, None] - positions.k_index[None]
-    return known(positions, spec) | (first[:, None] & (ahead == -1))[None]
-
-
-@replaces(attention_xla, "attention_mask", "kernels")
-def document_at_a_block_sees_its_predecessor(known, positions, spec):
-    """A document that begins at a multiple of 64 sees the token before it."""
-    ahead = positions.q_index[:, None] - positions.k_index[None]
-    first = (positions.q_index % 64 == 0)[:, None] & (ahead == 1)
-    return known(positions, spec) | first[None]
-
-
 @replaces(dispatch, "run_sorted", "plain")
 def weight_of_the_first_expert_for_the_second(known, local, *rest):
     """Where a token's best expert is expert 0, its second has the weight of the first."""
     swap = (local.ids[:, :1] == 0) & (jnp.arange(local.ids.shape[1]) == 1)[None]
     weights = jnp.where(swap, local.weights[:, :1], local.weights)
     return known(local._replace(weights=weights), *rest)
-
-
-@replaces(GroupedQueryAttention, "_attend", "layers")
-def attention_scale_of_the_model_width(known, self, q, *rest):
-    """Scores are divided by the root of twice the head's width."""
-    return known(self, q / 2**0.5, *rest)
-
-
-@replaces(moe_layer, "router_z_loss", "layers")
-def z_loss_of_the_probabilities(known, logits, mask):
-    """The router z-loss squares the logsumexp of other logits."""
-    return known(jax.nn.log_softmax(logits) + 1, mask)
-
-
-@replaces(moe_layer, "load_balance_loss", "layers")
-def balance_loss_counts_only_the_best_expert(known, probs, ids, *rest):
-    """The balance loss counts the first of the K experts of a token."""
-    return known(probs, ids[..., :1], *rest)
-
-
-@replaces(norm.RMSNorm, "forward", "layers")
-def root_of_the_mean_magnitude(known, self, x):
-    """RMSNorm divides by the mean of the magnitudes."""
-    return x / (jnp.mean(jnp.abs(x), -1, keepdims=True) + self.config.eps) * self._scaled(x)
-
-
-@replaces(LatentAttention, "_attend", "layers")
-def latent_attention_with_other_scores(known, self, q, *rest):
-    return known(self, 1.5 * q, *rest)
-
-
-@replaces(FeedForward, "forward", "layers")
-def half_the_output_of_dense_layers(known, self, *args):
-    return known(self, *args) / 2
-
-
-@replaces(jax.nn, "silu", "layers")
-def sigmoid_for_silu(known, x):
-    return jax.nn.sigmoid(x)
-
-
-@replaces(rope.RotaryEmbedding, "forward", "layers")
-def rotation_of_neighbors(known, self, x, positions):
-    """Frequencies belong to entries 2i and 2i + 1, as in another convention of checkpoints."""
-    halves = jnp.concatenate([x[..., ::2], x[..., 1::2]], -1)
-    return known(self, halves, positions)
-
-
-@replaces(CausalLM, "hidden", "layers")
-def hidden_states_of_another_scale(known, self, batch):
-    return known(self, batch) * 1.01
-
-
-@replaces(
-    moe_layer, "load_balance_loss", "layers", functools.partial(rich, BalanceScope.GLOBAL_BATCH)
-)
-def balance_loss_without_earlier_microbatches(known, *args):
-    return known(*args[:-1])
-
-
-@replaces(Module, "get_module_outputs", "layers", functools.partial(rich, BalanceScope.ALL_LAYERS))
-def balance_loss_of_the_last_layer(known, self):
-    """The pooled loss is that of the last layers alone, those of one scan."""
-    return dict([known(self).popitem()])
-
-
-@replaces(TransformerLayer, "forward", "layers")
-def positions_of_the_first_sequence(known, self, x, *, positions, **rest):
-    positions = jnp.broadcast_to(positions[:1], positions.shape)
-    return known(self, x, positions=positions, **rest)
-
-
-@replaces(rope.RotaryEmbedding, "forward", "layers")
-def positions_to_15(known, self, x, positions):
-    return known(self, x, jnp.minimum(positions, 15))
-
-
-@replaces(dispatch_capacity, "within_capacity", "layers", with_capacity)
-def capacity_for_the_last_tokens(known, ids, *rest):
-    """The first assignments of a sequence are dropped, not the last ones."""
-    return known(ids[:, ::-1], *rest)[:, ::-1]
-
-
-@replaces(dispatch, "sequence_capacity", "layers", with_capacity)
-def capacity_of_half_the_tokens(known, per_token, num):
-    return known(per_token, num / 2)
 
 
 # -- b: gradients ----------------------------------------------------------------------------------
@@ -221,18 +113,6 @@ def auxiliary_loss_without_gradient(known, logits, mask):
 @replaces(dispatch, "run_sorted", "derivatives")
 def combine_weights_without_gradient(known, local, *rest):
     return known(local._replace(weights=jax.lax.stop_gradient(local.weights)), *rest)
-
-
-@replaces(passes, "sinks_gradient", "kernels")
-def sinks_with_half_their_gradient(known, *args):
-    return known(*args) / 2
-
-
-@replaces(gmm_xla, "weight_gradient", "kernels")
-def weight_gradient_without_the_last_row(known, lhs, grads, sizes, **options):
-    """The gradient of an expert's matrix leaves out its last row."""
-    last = jnp.zeros(lhs.shape[0], bool).at[jnp.cumsum(sizes) - 1].set(True)
-    return known(jnp.where(last[:, None], 0, lhs), grads, sizes, **options)
 
 
 @replaces(norm.RMSNorm, "forward", "derivatives")
@@ -426,19 +306,7 @@ def checkpoint_with_two_layers_swapped(known, self, state, record):
     known(self, state._replace(model=jax.tree.map(swapped, state.model)), record)
 
 
-@replaces(norm.RMSNorm, "forward", "layers")
-def norm_cast_to_bfloat16(known, self, x):
-    """RMSNorm computes in the dtype of its input."""
-    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + self.config.eps)
-    return x * inverse.astype(x.dtype) * self._scaled(x).astype(x.dtype)
-
-
 # -- g: kernels of other platforms -----------------------------------------------------------------
-
-
-@replaces(tpu_kernels, "_mask", "kernels")
-def tpu_kernel_without_window(known, spec, *rest):
-    return known(spec._replace(window=None), *rest)
 
 
 # -- h: state that layers update themselves --------------------------------------------------------

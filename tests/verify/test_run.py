@@ -24,7 +24,7 @@ def test_a_correct_config_passes_on_the_meshes_of_a_list():
     trainer_config = tiny(**moe(planted.WithALossOfItsOwn))
     # --8<-- [start:verify]
     report = verify_config(
-        trainer_config, num_devices=4, meshes="expert=2,model=2", without=["kernels", "bfloat16"]
+        trainer_config, num_devices=4, meshes="expert=2,model=2", without=["hosts", "bfloat16"]
     )
     for outcome in report.outcomes:
         print(outcome.mesh, outcome.check, outcome.status, outcome.detail)
@@ -34,7 +34,7 @@ def test_a_correct_config_passes_on_the_meshes_of_a_list():
     skipped = {each.check: each.detail for each in report.outcomes if each.status is Status.SKIPPED}
     assert "--thorough" in skipped.pop("tpu_kernels")
     # No Hugging Face family has such layers.
-    assert skipped.keys() == {"kernels", "gpu_kernels", "balanced", "exported", "bfloat16"}
+    assert skipped.keys() == {"hosts", "balanced", "exported", "bfloat16"}
     assert [each.check for each in report.outcomes] == [
         "built",
         *EARLY_CHECKS,

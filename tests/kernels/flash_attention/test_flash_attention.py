@@ -45,6 +45,14 @@ def test_values_are_those_of_each_query_by_itself(backend, case):
     np.testing.assert_allclose(np.float64(got), want, rtol, atol)
 
 
+def test_documents_that_begin_at_blocks_see_no_token_before_them():
+    ids = np.repeat([1, 2, 3, 4, 0], [64, 36, 28, 64, 8])[None].astype(np.int32)
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 200, 2, 8)).astype(np.float32)
+    got = attend(q, k, v, SPEC, segment_ids=ids, backend="xla")
+    want = attention(q, k, v, **SPEC._asdict(), segment_ids=ids)
+    np.testing.assert_allclose(np.float64(got), want, 1e-5, 1e-6)
+
+
 # The kernels for TPUs compute the others in every run.
 SOME = [pytest.param(c, marks=pytest.mark.slow) if i % 4 else c for i, c in enumerate(CASES)]
 

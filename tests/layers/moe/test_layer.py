@@ -107,6 +107,21 @@ def test_auxiliary_losses_carry_their_weights_and_the_number_of_valid_tokens():
     assert all(float(loss.num_tokens) == MASK.sum() for loss in losses.values())
 
 
+def test_auxiliary_losses_are_those_of_all_assignments_of_the_global_batch():
+    balance = LoadBalanceLoss.default_config().set(weight=0.5, scope=BalanceScope.GLOBAL_BATCH)
+    made = layer(load_balance_loss=balance)
+    params, earlier = initial(made), np.array([9.0, 0.0, 4.0, 1.0], np.float32)
+    params["load_counter"] = {"counts": earlier}  # Of the micro-batches before.
+    logits = X[MASK] @ np.float64(params["router"]["weight"])  # [T, E]
+    best = np.argsort(-logits, -1)[:, :K]
+    counts = earlier + np.bincount(best.ravel(), minlength=E)
+    losses = call_and_collect(made, params, X, MASK)[1].aux_losses
+    want = E * counts / counts.sum() @ softmax(logits).mean(0)
+    assert float(losses["load_balance_loss"].value) == pytest.approx(want, rel=1e-5)
+    want = np.mean(np.log(np.exp(logits).sum(-1)) ** 2)
+    assert float(losses["router_z_loss"].value) == pytest.approx(want, rel=1e-5)
+
+
 def test_counts_of_each_expert_are_reported_on_request():
     made = layer(report_expert_counts=True)
     _, outputs = call_and_collect(made, PARAMS, X, MASK)
