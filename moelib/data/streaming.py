@@ -21,6 +21,7 @@ import numpy.typing as npt
 from moelib.core.config import REQUIRED, config_class
 from moelib.core.errors import UserError
 from moelib.data.fill import fill_pieces
+from moelib.data.hashing import random_permutation
 from moelib.data.input import (
     BatchIterator,
     Input,
@@ -155,8 +156,7 @@ class StreamingIterator(BatchIterator):
             while window := list(itertools.islice(reader, cfg.shuffle_buffer)):
                 num_read += len(window)
                 at |= window[0][0]
-                rng = np.random.default_rng([cfg.seed, at["epoch"], at["window"]])
-                order = rng.permutation(len(window))
+                order = random_permutation(len(window), cfg.seed, at["epoch"], at["window"])
                 for number in range(at["document"], len(window)):
                     if text := window[order[number]][1]:
                         has_text = True
@@ -175,7 +175,7 @@ class StreamingIterator(BatchIterator):
         mine = list(parts[self._host_index :: hosts] if shares_parts else parts)
         order = np.arange(len(mine))
         if cfg.shuffle_buffer > 1:
-            order = np.random.default_rng([cfg.seed, epoch]).permutation(len(mine))
+            order = random_permutation(len(mine), cfg.seed, epoch)
         for i in range(part, len(mine)):
             start = {"part": i, "bad_records": self.num_bad_records}
             for number, text in enumerate(self._texts(mine[order[i]])):
