@@ -19,12 +19,17 @@ Initializer = Callable[[jax.Array, "ParameterSpec"], jax.Array]  # (key, spec) -
 class FanAxes:
     """Dimensions of a weight that are its inputs, its outputs, and independent copies.
 
-    Negative ones count from the last, as -1.
+    Each is a tuple of dimensions, or one dimension. Negative ones count from the last, as -1.
     """
 
     in_axis: tuple[int, ...]
     out_axis: tuple[int, ...]
     batch_axis: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, axes in vars(self).items():
+            if isinstance(axes, int):
+                object.__setattr__(self, name, (axes,))
 
     def resolved(self, shape: tuple[int, ...]) -> "FanAxes":
         """Returns the dimensions of an array of that shape, counted from 0."""

@@ -40,6 +40,7 @@ def test_axes_that_are_not_those_of_the_dimensions_are_refused(axes, fan_axes, n
 def test_negative_fan_axes_count_from_the_last():
     spec = ParameterSpec((2, 3, 4), (None,) * 3, fan_axes=FanAxes((-2,), (-1,), (-3,)))
     assert spec.fan_axes == FanAxes((1,), (2,), (0,))
+    assert FanAxes(in_axis=1, out_axis=2, batch_axis=0) == spec.fan_axes  # pyrefly: ignore
     assert spec.stacked(5).fans() == (3, 4)
 
 
