@@ -158,7 +158,7 @@ def test_the_wheel_holds_the_library_the_named_configs_and_the_launchers(tmp_pat
     packages = {"moelib", "moelib_experiments", "moelib_cloud"}
     assert {name.split("/")[0] for name in names} == {*packages, stem}
     assert {"moelib_experiments/flame_moe.py", "moelib_cloud/slurm.py"} <= set(names)
-    assert "moelib/operations/status_page.html" in names
+    assert {"moelib/operations/status_page.html", "moelib/py.typed"} <= set(names)
     assert {f"moelib_cloud/docker/Dockerfile{x}" for x in ("", ".dockerignore")} <= set(names)
     assert f"{stem}/licenses/LICENSE" in names
 

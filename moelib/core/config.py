@@ -483,9 +483,24 @@ class _FrozenOnceBuilt(abc.ABCMeta):
 
 
 class _HasConfig(Protocol[C]):
-    """A class with a nested `Config`."""
+    """A class with a nested `Config`, as pyrefly sees it."""
 
     Config: ClassVar[type[C]]  # pyrefly: ignore[invalid-annotation]
+
+
+class _HasNestedConfig(Protocol[C]):
+    """A class with a nested `Config`, as pyright sees it."""
+
+    Config: type[C]
+
+
+class _OwnConfig(Protocol):
+    """The type of `Configurable.config`: the `Config` of the object's own class."""
+
+    @overload
+    def __get__(self, obj: _HasConfig[C], owner: Any) -> C: ...
+    @overload
+    def __get__(self, obj: _HasNestedConfig[C], owner: Any) -> C: ...
 
 
 class Configurable(metaclass=_FrozenOnceBuilt):
@@ -516,10 +531,16 @@ class Configurable(metaclass=_FrozenOnceBuilt):
         def _build(self, **kwargs: Any) -> Any:
             return self.klass(self, **kwargs)
 
+    @overload
     @classmethod
-    def default_config(cls: type[_HasConfig[C]]) -> C:
+    def default_config(cls: type[_HasConfig[C]]) -> C: ...
+    @overload
+    @classmethod
+    def default_config(cls: type[_HasNestedConfig[C]]) -> C: ...
+    @classmethod
+    def default_config(cls: Any) -> Any:
         """Returns a new config of this class with default values."""
-        config: Any = typing.cast(Any, cls).Config()
+        config = cls.Config()
         config._values["klass"] = cls
         return config
 
@@ -540,10 +561,14 @@ class Configurable(metaclass=_FrozenOnceBuilt):
         if config.__qualname__ == f"{cls.__qualname__}.Config":  # Not one it borrows.
             config._fields["klass"] = config._fields["klass"]._replace(default=cls)
 
-    @property
-    def config(self: _HasConfig[C]) -> C:
-        """The object's own config; it can be completed until the object is built."""
-        return typing.cast(Any, self)._config
+    if typing.TYPE_CHECKING:
+        config: _OwnConfig
+    else:
+
+        @property
+        def config(self) -> Any:
+            """The object's own config; it can be completed until the object is built."""
+            return self._config
 
 
 # -- Any function or class -----------------------------------------------------------------------
