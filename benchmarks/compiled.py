@@ -1,7 +1,7 @@
 """Training steps compiled for four v6e, compared with MaxText's: `python -m benchmarks.compiled`.
 
 Named configs, cut to four layers where a column of MaxText was made so, are compiled ahead of time
-as `moelib plan --current_mesh --compile=1` does. A step takes minutes; its report is cached. The
+as `moelib plan --current_mesh --compile=1` does. A step takes minutes. The
 MaxText columns are files in `experiments/`: its main branch of 2026-11-22, compiled by the same
 compiler with the same options, counted by `moelib.planning`.
 """
@@ -17,7 +17,7 @@ from moelib.core.table import Table, print_table
 from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.planning.compiled.in_subprocess import CompileOptions
 from moelib.planning.plan import plan
-from moelib.planning.report.figures import Column, figures, read_columns
+from moelib.planning.report.figures import Column, read_columns
 
 _EXPERIMENTS = pathlib.Path(__file__).parents[1] / "experiments"
 _TOPOLOGY = "v6e:2x2"
@@ -102,7 +102,7 @@ def main() -> None:
             raise SystemExit(f"{job.name}: {step.outcome.failure}")
         path = _EXPERIMENTS / f"{job.maxtext}_maxtext.json"
         others = read_columns(str(path)) if job.maxtext else []
-        print_table(table(job.name, figures(step.report), others))
+        print_table(table(job.name, step.report.figures, others))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class Candidate(NamedTuple):
 
     name: str
     specs: Any
-    collectives: tuple[Collective, ...]
+    collectives: Sequence[Collective]
     sent_bytes: float  # Per device, of all collectives.
     parameter_bytes: float  # Per device.
     flops: float  # Per device, of matmuls.

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,8 +21,8 @@ from moelib.planning.estimate.estimate import Estimate
 from moelib.planning.estimate.sweep import sweep
 from moelib.planning.hlo.values import COLLECTIVES
 from moelib.planning.lint.arrays import memory_above_estimate, unscaled_memory
-from moelib.planning.report.figures import Column, figures, figures_table, gib, mib
-from moelib.planning.report.step_report import Finding, StepReport, total
+from moelib.planning.report.figures import Column, figures_table, gib, mib
+from moelib.planning.report.step_report import Finding, StepReport
 from moelib.planning.report.tables import collectives_table, kernels_table
 
 _GIB = 2**30
@@ -66,25 +65,26 @@ class CompiledStep:
     def _summary(self, report: StepReport) -> list[str]:
         """Returns sentences about the memory, the cycles, and loops of unknown length."""
         accelerator = self.estimate.candidate.topology.accelerator
-        free = (accelerator.hbm_bytes - report.memory.peak) / _GIB
+        free = (accelerator.hbm_bytes - report.figures["memory.peak"]) / _GIB
         fit = f"fits with {free:.2f} GiB free" if free >= 0 else f"lacks {-free:.2f} GiB"
         lines = [f"The step {fit} of {accelerator.hbm_bytes / _GIB:.2f} GiB per device."]
-        if report.cycles:  # GPU compilers do not estimate cycles.
+        if cycles := report.figures.get("cycles"):  # GPU compilers do not estimate cycles.
             clock = accelerator.cycles_per_second
             lines.append(
-                f"{report.cycles / 1e6:.1f} Mcycles, by the compiler's estimate, are "
-                f"{1e3 * report.cycles / clock:.1f} ms at {clock / 1e9:.2f} GHz."
+                f"{cycles / 1e6:.1f} Mcycles, by the compiler's estimate, are "
+                f"{1e3 * cycles / clock:.1f} ms at {clock / 1e9:.2f} GHz."
             )
         if loops := report.loops_of_unknown_length:
             lines.append(f"Loops of unknown length, counted once: {', '.join(loops)}.")
         return lines
 
     def _prediction_table(self, report: StepReport) -> Table:
-        rows = [("peak memory", self.estimate.bytes_held, report.memory.peak, gib)]
+        figures = report.figures
+        rows = [("peak memory", self.estimate.bytes_held, figures["memory.peak"], gib)]
         for kind in COLLECTIVES:
-            size, found = self.estimate.collectives.get(kind, 0.0), total(report.collectives, kind)
-            if size or found:
-                rows.append((kind, size, found.bytes if found else 0, mib))
+            size, key = self.estimate.collectives.get(kind, 0.0), f"{kind}.bytes"
+            if size or key in figures:
+                rows.append((kind, size, figures.get(key, 0), mib))
         cells = [
             (label, write(a), write(b), f"{100 * (a - b) / b:+.1f}%" if b else "-")
             for label, a, b, write in rows
@@ -152,13 +152,11 @@ class Plan:
         return [*cells, _limit(estimate)]
 
     def to_json(self, max_rows: int | None = None) -> dict[str, Any]:
-        """Returns rows, reports, their figures, and failures as JSON values."""
+        """Returns rows, reports and failures as JSON values."""
         steps = [(step, step.report) for step in self.compiled]
-        reports = [report for _, report in steps if report is not None]
         return {
             "rows": [_row_as_json(each) for each in self.rows[:max_rows]],
-            "compiled": [json.loads(report.to_json()) for report in reports],
-            "figures": [figures(report) for report in reports],
+            "compiled": [report.to_json() for _, report in steps if report is not None],
             "failures": [_failure_as_json(step) for step, report in steps if report is None],
         }
 

@@ -16,7 +16,7 @@ from moelib.planning.compiled.dump import write_dump
 from moelib.planning.compiled.examine import Step, examine, state_bytes
 from moelib.planning.hardware.topologies import OutOfMemoryError, Topology
 from moelib.planning.lint.facts import facts_of
-from moelib.planning.report.step_report import Seconds, StepReport
+from moelib.planning.report.step_report import StepReport
 from moelib.train.compiler_options import compile_with, spelled
 
 STAGES = ("build", "trace", "lower", "compile", "count")
@@ -84,7 +84,7 @@ def compile_step(
         cpu = time.process_time() - cpu
         stopwatch.done("compile", f"{cpu:.1f} s of CPU time")
     step = Step(traced, lowered, compiled)
-    seconds = Seconds(*(stopwatch.seconds[each] for each in STAGES[1:4]), compile_cpu=cpu)
+    seconds = {stage: stopwatch.seconds[stage] for stage in STAGES[1:4]} | {"compile_cpu": cpu}
     report = examine(
         trainer,
         step,
@@ -95,7 +95,7 @@ def compile_step(
     )
     if dump_dir is not None:
         write_dump(dump_dir, step, report)
-    stopwatch.done("count", f"{report.instructions:,} instructions")
+    stopwatch.done("count", f"{report.figures['instructions']:,} instructions")
     return report
 
 

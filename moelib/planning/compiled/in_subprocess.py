@@ -92,7 +92,7 @@ def compile_in_subprocess(
         return Outcome(None, result, run.stages, interrupted=run.interrupted)
     if "failure" in result:
         return Outcome(None, stages=run.stages, **result)
-    return Outcome(StepReport.from_json(json.dumps(result["report"])), "", run.stages)
+    return Outcome(StepReport.from_json(result["report"]), "", run.stages)
 
 
 class _Run:

@@ -32,7 +32,7 @@ def main(request_path: str, result_path: str) -> None:
         cfg = config_parse.parse(request.pop("config"), trusted=True)
         tell("start", time.perf_counter() - begin, f"{len(devices.devices)} devices described")
         report = compile_step(cfg, devices, on_stage=tell, **request)
-        result = {"report": json.loads(report.to_json())}
+        result = {"report": report.to_json()}
     except UserError as error:
         out_of_memory = isinstance(error, OutOfMemoryError)
         result = {"failure": str(error), "out_of_memory": out_of_memory}

@@ -146,7 +146,7 @@ def largest_temporaries(step: Step, num: int = 3) -> list[Finding]:
 
 def memory_above_estimate(report: StepReport, estimate: float) -> list[Finding]:
     """Returns a finding if the peak memory is more than 30% above an estimate, in bytes."""
-    peak = report.memory.peak
+    peak = round(report.figures["memory.peak"])
     if peak <= _MUCH_MEMORY * estimate:
         return []
     named = "; ".join(
@@ -172,7 +172,7 @@ def unscaled_memory(few: StepReport, many: StepReport) -> list[Finding]:
         )
     found = []
     for part in ("arguments", "temporaries"):
-        sizes = [getattr(report.memory, part) for report in (few, many)]
+        sizes = [round(report.figures[f"memory.{part}"]) for report in (few, many)]
         if sizes[1] >= 64 * 2**20 and sizes[1] > _UNSCALED * sizes[0]:
             advice = (
                 f"{sizes[0] / 2**20:,.0f} MiB on each of {before} devices are "

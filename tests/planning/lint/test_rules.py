@@ -239,15 +239,9 @@ def test_state_that_no_axis_splits_is_found_if_it_is_large(size, mesh, count):
 
 
 def test_memory_that_stays_when_there_are_more_devices_is_found():
-    few = make_report(mesh={"data": 1, "fsdp": 2})
-    few = dataclasses.replace(
-        few, memory=dataclasses.replace(few.memory, arguments=200 * MIB, temporaries=200 * MIB)
-    )
-    many = dataclasses.replace(
-        few,
-        mesh={"data": 2, "fsdp": 2},
-        memory=dataclasses.replace(few.memory, temporaries=100 * MIB),
-    )
+    memory = {"memory.arguments": 200 * MIB, "memory.temporaries": 200 * MIB}
+    few = make_report(memory, mesh={"data": 1, "fsdp": 2})
+    many = make_report(memory | {"memory.temporaries": 100 * MIB}, mesh={"data": 2, "fsdp": 2})
     (finding,) = unscaled_memory(few, many)
     assert (finding.instruction, finding.config_path) == ("arguments", "mesh_shape")
     with pytest.raises(ValueError, match=r"4 devices.*2"):
@@ -259,9 +253,7 @@ def test_memory_far_above_the_estimate_is_found_with_the_largest_temporaries():
     for name, size in (("x", 1024), ("y", 4096), ("z", 2048), ("u", 512)):
         text += f'  %{name} = f32[{size},1024]{{1,0}} add(%a, %a), metadata={{op_name="{name}"}}\n'
     step = Step(hlo.parse(text + "  ROOT %end = f32[] constant(0)\n}\n"), FACTS, SourceMap(""))
-    report = make_report()
-    memory = dataclasses.replace(report.memory, peak=130 * MIB)
-    report = dataclasses.replace(report, memory=memory, largest=tuple(largest_temporaries(step)))
+    report = make_report({"memory.peak": 130 * MIB}, largest=largest_temporaries(step))
     assert memory_above_estimate(report, 100 * MIB) == []
     (finding,) = memory_above_estimate(report, 99 * MIB)
     assert "1.31 times" in finding.advice

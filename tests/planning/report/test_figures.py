@@ -1,32 +1,23 @@
 """Figures of reports by key, and columns of other programs to compare."""
 
-import dataclasses
 import json
 import pathlib
 
 import pytest
 
 from moelib.core.errors import UserError
-from moelib.planning.report.figures import figures, figures_table, read_columns
+from moelib.planning.report.figures import figures_table, read_columns
 from tests.planning.report.test_step_report import make_report
 
 MAXTEXT = pathlib.Path(__file__).parents[3] / "experiments/gpt_oss_maxtext.json"
 
 
-def test_figures_without_a_value_are_left_out():
-    report = make_report(model_flops=4)
-    assert figures(report)["executed_over_model_flops"] == report.executed_over_model_flops
-    assert figures(report)["cycles"] == report.cycles
-    assert "cycles" not in figures(dataclasses.replace(report, cycles=0))
-
-
 def test_a_file_of_reports_or_of_figures_becomes_columns(tmp_path):
     report = make_report()
     path = tmp_path / "plan.json"
-    path.write_text(json.dumps({"compiled": [json.loads(report.to_json())]}))
-    assert read_columns(str(path)) == [("x", figures(report))]
-    path.write_text(report.to_json())
-    assert read_columns(str(path)) == [("x", figures(report))]
+    for values in ({"compiled": [report.to_json()]}, report.to_json()):
+        path.write_text(json.dumps(values))
+        assert read_columns(str(path)) == [("x", report.figures)]
     maxtext, aim = read_columns(str(MAXTEXT))
     assert (maxtext.name, aim.name) == ("MaxText", "aim")
     rows = {row[0]: row[1:] for row in figures_table(report, [maxtext, aim]).rows if row}

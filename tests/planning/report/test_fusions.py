@@ -3,10 +3,10 @@
 from moelib.layers.moe.rows import SUM_ROWS
 from moelib.planning.hlo import program as hlo
 from moelib.planning.hlo.source import phase
-from moelib.planning.report.collectives import collectives_by_axes, collectives_by_groups
-from moelib.planning.report.fusions import fusion_kinds
+from moelib.planning.report.collectives import collectives_by_axes
+from moelib.planning.report.fusions import fusions_by_kind
 from moelib.planning.report.kernels import kernels
-from moelib.planning.report.step_report import CollectiveGroups, Fusions, Kernel
+from moelib.planning.report.step_report import Kernel
 
 # As compilers for GPUs write it: a gemm as a fusion, cuBLAS, kernels, starts that are synchronous.
 GPU = r"""HloModule jit_step
@@ -71,12 +71,11 @@ MESH = {"expert": 2, "fsdp": 2}
 
 
 def test_fusions_are_counted_by_kind_and_phase():
-    rows = fusion_kinds(hlo.parse(GPU))
-    assert rows == (
-        Fusions("loop", "recomputed", 1, 6, 1),
-        Fusions("loop", "optimizer", 1, 1, 2),  # By what is in it: it has no name of its own.
-        Fusions("triton_nested_gemm_fusion", "forward", 1, 1, 1),
-    )
+    assert [tuple(row.values()) for row in fusions_by_kind(hlo.parse(GPU))] == [
+        ("loop", "optimizer", 1),  # By what is in it: it has no name of its own.
+        ("loop", "recomputed", 1),
+        ("triton_nested_gemm_fusion", "forward", 1),
+    ]
 
 
 def test_phases_follow_from_the_transformations_in_a_name():
@@ -111,12 +110,3 @@ def test_a_start_that_a_gpu_runs_at_once_is_synchronous():
     assert (gather.kind, gather.axes) == ("all-gather", ("fsdp",))
     assert (gather.executions, gather.bytes) == (6, 6 * 32)
     assert (gather.asynchronous, reduce.asynchronous) == (1, 0)
-
-
-def test_groups_of_devices_that_reach_over_slices_use_the_network():
-    program = hlo.parse(GPU)
-    assert collectives_by_groups(program, MESH, slices=(0, 0, 1, 1)) == (
-        CollectiveGroups("all-gather", "0,1 | 2,3", "slice", 1, 6, 6 * 32),
-        CollectiveGroups("all-reduce", "0,1,2,3", "network", 1, 6, 6 * 32),
-    )
-    assert {row.link for row in collectives_by_groups(program, MESH)} == {"slice"}
