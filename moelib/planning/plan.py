@@ -157,7 +157,11 @@ class Plan:
         return {
             "rows": [_row_as_json(each) for each in self.rows[:max_rows]],
             "compiled": [report.to_json() for _, report in steps if report is not None],
-            "failures": [_failure_as_json(step) for step, report in steps if report is None],
+            "failures": [
+                {**_mesh_as_json(step.estimate), "failure": step.outcome.failure}
+                for step, report in steps
+                if report is None
+            ],
         }
 
     def compile_best(
@@ -361,9 +365,3 @@ def _row_as_json(estimate: Estimate) -> dict[str, Any]:
         "pipeline_schedule": getattr(estimate.candidate.schedule, "value", None),
         **{name: getattr(estimate, name) for name in _ESTIMATED},
     }
-
-
-def _failure_as_json(step: CompiledStep) -> dict[str, Any]:
-    outcome = step.outcome
-    stages = {"failure": outcome.failure, "stages": dict(outcome.stages)}
-    return {**_mesh_as_json(step.estimate), **stages}
