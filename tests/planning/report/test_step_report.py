@@ -1,15 +1,12 @@
-"""Reports: JSON both ways, sums over kinds, rows of grouped matmuls, charts of schedules."""
+"""Reports: JSON both ways, and rows of grouped matmuls."""
 
 import dataclasses
 
 import numpy as np
 import pytest
 
-from moelib.cli import main
-from moelib.core.errors import UserError
 from moelib.kernels.gmm.tpu_tiles import Tiles
 from moelib.planning.report.count import rows_computed_over_routed
-from moelib.planning.report.schedules import schedule_timelines, schedules_table
 from moelib.planning.report.step_report import Collective, Finding, Kernel, StepReport
 from tests.kernels.gmm.cases import rows_computed_over_routed as rows_of_tiles
 
@@ -69,31 +66,3 @@ def test_sums_of_rows_are_not_rows_that_experts_compute():
     summing = Kernel("gmm", 2, 2, 1, 1, rows=4096, groups=64, rows_at_once=64, kind="row sum")
     assert rows_computed_over_routed([GMM, summing], 2048) == rows_computed_over_routed([GMM], 2048)
     assert rows_computed_over_routed([], 2048) is None
-
-
-def test_idle_shares_and_activations_are_tabulated():
-    table = schedules_table(schedule_timelines(["1f1b:4x8", "dualpipe-v:4x8"]))
-    assert table.rows[0] == ["1f1b:4x8", "27.3%", "8", "2", "0"]  # 3 (F + B) of 33.
-    assert table.rows[1] == ["dualpipe-v:4x8", "11.1%", "4.5", "4.5", "4"]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("dualpipe:4x8", "did you mean 'dualpipe-v'"),
-        ("zb-v", "ranks x micro-batches"),
-        ("zb-v:4xmany", "ranks x micro-batches"),
-        ("dualpipe-v:4x7", "num_microbatches=7"),
-    ],
-)
-def test_wrong_schedules_are_named(text, message):
-    with pytest.raises(UserError, match=message):
-        schedule_timelines([text])
-
-
-def test_the_command_draws_a_chart_per_schedule(capsys):
-    assert main.run(["plan", "--schedule=1f1b:2x2,zb-v:2x4"]) == 0
-    out = capsys.readouterr().out
-    assert "27.3%" not in out
-    assert "\n1f1b:2x2\n  0 FFF" in out
-    assert "\nzb-v:2x4\n  0 FFF" in out
