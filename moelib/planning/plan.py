@@ -130,7 +130,7 @@ class Plan:
         if self.num_over_budget:
             footnotes.append(f"{self.num_over_budget} meshes over the budget are not shown.")
         rows = [(f"{i}", *self._cells(each)) for i, each in enumerate(shown, start=1)]
-        return Table(title, (*columns, "limit"), rows, footnotes)
+        return Table(title, (*columns, "limit, s at peak rates"), rows, footnotes)
 
     def _cells(self, estimate: Estimate) -> list[str]:
         candidate = estimate.candidate
@@ -327,9 +327,10 @@ def _shared_sides(rows: Sequence[Estimate]) -> list[str]:
 
 
 def _limit(estimate: Estimate) -> str:
-    """Returns the limit of a candidate, with the missing memory if it does not fit."""
+    """Returns the seconds of each part, longest first; for a candidate too large, its memory."""
     if estimate.fits:
-        return estimate.limit
+        parts = sorted(estimate.seconds_at_peak.items(), key=lambda part: -part[1])
+        return ", ".join(f"{name} {_number(seconds)}" for name, seconds in parts if seconds)
     missing = (estimate.bytes_held - estimate.capacity) / _GIB
     if missing <= 0:
         return f"memory: {-missing:.1f} GiB left is within the estimate's error"
