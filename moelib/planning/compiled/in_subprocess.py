@@ -108,6 +108,7 @@ def _run(folder: pathlib.Path, tell: Callable[[str], None]) -> int | None:
         open(folder / "stderr", "wb") as stderr,
         subprocess.Popen(
             [*WORKER, str(folder)],
+            stdin=subprocess.PIPE,  # Closed when this process ends, which ends the worker.
             stdout=subprocess.PIPE,
             stderr=stderr,
             env=environment,

@@ -11,7 +11,18 @@ import os
 import pathlib
 import signal
 import sys
+import threading
 import time
+
+
+def end_with_parent() -> None:
+    """Ends this process when its parent, which holds stdin open, has ended."""
+
+    def wait() -> None:
+        sys.stdin.read()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def main(folder: str) -> None:
@@ -42,4 +53,5 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     main(*sys.argv[1:])

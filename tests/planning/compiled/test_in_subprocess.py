@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 import threading
@@ -60,6 +61,14 @@ def test_the_time_limit_ends_the_worker_and_names_the_cure(cfg):
     assert outcome.report is None
     assert "v6e:2x2: the time limit of 0.5 s has passed; " in outcome.failure
     assert outcome.failure.endswith("Set a longer limit, or compile a smaller model.")
+
+
+def test_the_worker_ends_with_the_process_that_started_it():
+    program = "import time; from moelib.planning.compiled import worker; worker.end_with_parent()"
+    command = [sys.executable, "-c", f"{program}; time.sleep(600)"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        process.stdin.close()
+        assert process.wait(timeout=30) == 1
 
 
 def test_ctrl_c_ends_the_worker_and_keeps_completed_stages(cfg, worker, tmp_path):

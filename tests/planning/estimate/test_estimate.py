@@ -6,9 +6,8 @@ import math
 import jax
 import pytest
 
-from experiments import gpt_oss, llama
+from experiments import gpt_oss
 from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
-from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.planning.estimate.activations import DOTS, FULL, NONE, OWN
 from moelib.planning.estimate.candidates import (
     Candidate,
@@ -17,7 +16,7 @@ from moelib.planning.estimate.candidates import (
     current_candidate,
     rules_of,
 )
-from moelib.planning.estimate.estimate import _SCORES_BACKWARD, _SCORES_FORWARD, Estimator
+from moelib.planning.estimate.estimate import Estimator
 from moelib.planning.estimate.links import Links
 from moelib.planning.estimate.memory import Placement, at_peak
 from moelib.planning.estimate.pipeline import pipeline_of
@@ -190,12 +189,6 @@ def test_plain_attention_writes_its_scores_and_kernels_do_not(tiny):
     assert seconds[None] == seconds["xla"] > seconds["cudnn"]
 
 
-def test_xla_attention_moves_as_many_bytes_as_compiled():
-    # 18.11 GiB for one sequence of 4,096, 32 heads of 128, forward and backward on an H100.
-    scores = 4 * 32 * 4096 * 4096 / 2
-    assert scores * (_SCORES_FORWARD + _SCORES_BACKWARD) / GIB == pytest.approx(18.11, rel=0.02)
-
-
 def test_rows_that_no_assignment_fills_are_those_of_the_buffer(tiny):
     cfg, work, _ = tiny
     each = Candidate(EIGHT, Mesh((("expert", 8),)), 1, 1, NONE)
@@ -203,35 +196,6 @@ def test_rows_that_no_assignment_fills_are_those_of_the_buffer(tiny):
         moe = dataclasses.replace(work.moe, round_factor=factor)
         placement = Placement(dataclasses.replace(work, moe=moe), each, rules_of(cfg))
         assert placement.empty_rows(100) == empty * 2 * 100  # Two assignments per token.
-
-
-@pytest.mark.slow
-def test_a_dense_step_on_four_tpus_is_near_the_compiled_one():
-    # Compiled for v6e:2x2: 9.41 GiB at the peak.
-    cfg = llama.named_trainer_configs()["llama-3.1-8b"]()
-    cfg.model.decoder.num_layers = 4
-    cfg.input.global_batch_size = 4
-    cfg.mesh_shape = mesh_shape_from_axes(fsdp=4)
-    work = read_workload(cfg)
-    each = current_candidate(cfg, work, describe("v6e:2x2"))
-    found = Estimator(work, rules_of(cfg), {})(each)
-    assert found.bytes_held / GIB == pytest.approx(9.41, rel=0.1)
-    # All-gathers, and permutes of windowed matmuls instead of others.
-    compiled = 2218.1 + 3440.0
-    assert found.collectives["all-gather"] / MIB == pytest.approx(compiled, rel=0.1)
-
-
-@pytest.mark.slow
-def test_the_permutes_of_a_ring_of_four_tpus_are_the_compiled_ones():
-    # Compiled for v6e:2x2: 176.0 MiB.
-    cfg = llama.named_trainer_configs()["llama-3.1-8b"]()
-    cfg.model.decoder.num_layers = 2
-    cfg.input.global_batch_size = 1
-    cfg.mesh_shape = mesh_shape_from_axes(seq=4)
-    work = read_workload(cfg)
-    each = Candidate(describe("v6e:2x2"), Mesh((("seq", 4),)), 1, 1, NONE)
-    found = Estimator(work, rules_of(cfg), {})(each)
-    assert found.collectives["collective-permute"] / MIB == pytest.approx(176.0, rel=0.01)
 
 
 @pytest.mark.slow
