@@ -18,14 +18,14 @@ from tests.tiny import stacked
 
 
 def _config(axes, *, dense=False, recomputed=True, num_microbatches=1):
-    """Returns a model of eight layers of the width 1,024, with 16 sequences of 2,048 tokens."""
+    """Returns a model of four layers of the width 512, with 16 sequences of 1,024 tokens."""
     cfg = flame_moe.tiny().set(dir="unused", train_dtype="bfloat16", evalers={})
     decoder = cfg.model.decoder
     layer = (decoder.first_layers if dense else decoder.block)[0]
-    layer.self_attention.set(num_heads=8, head_dim=128)
+    layer.self_attention.set(num_heads=4, head_dim=128)
     chosen = config_for_function(remat) if recomputed else None
-    cfg.model.set(dim=1024, decoder=stacked(layer, num_layers=8).set(remat=chosen))
-    cfg.input.set(seq_len=2048, global_batch_size=16)
+    cfg.model.set(dim=512, decoder=stacked(layer, num_layers=4).set(remat=chosen))
+    cfg.input.set(seq_len=1024, global_batch_size=16)
     return cfg.set(mesh_shape=mesh_shape_from_axes(**axes), num_microbatches=num_microbatches)
 
 
