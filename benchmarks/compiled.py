@@ -1,7 +1,7 @@
 """Training steps compiled for four v6e, compared with MaxText's: `python -m benchmarks.compiled`.
 
 Named configs, cut to four layers where a column of MaxText was made so, are compiled ahead of time
-as `moelib plan --current_mesh --compile=1` does. A step takes minutes; its report is cached. The
+as `moelib plan --current_mesh --compile=1` does. A step takes minutes. The
 MaxText columns are files in `experiments/`: its main branch of 2026-11-22, compiled by the same
 compiler with the same options, counted by `moelib.planning`.
 """
@@ -102,7 +102,7 @@ def main() -> None:
             raise SystemExit(f"{job.name}: {step.outcome.failure}")
         path = _EXPERIMENTS / f"{job.maxtext}_maxtext.json"
         others = read_columns(str(path)) if job.maxtext else []
-        print_table(table(job.name, step.report.numbers, others))
+        print_table(table(job.name, step.report.figures, others))
 
 
 if __name__ == "__main__":

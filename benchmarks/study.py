@@ -237,7 +237,7 @@ def step_seconds(flags: Flags, planned: Sequence[Run]) -> dict[str, float]:
 
     A model and its twin are measured alternately, twice each; the lower of two medians counts.
     """
-    from moelib.planning.time_twin import measured_step_seconds
+    from moelib.operations.time_twin import measured_step_seconds
 
     path = os.path.join(flags.output, "step_seconds.json")
     found: dict[str, float] = read_json(path)

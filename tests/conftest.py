@@ -55,6 +55,7 @@ _STANDARD_PROMOTION = (
     "docs",
     "end_to_end",
     "experiments",
+    "operations",
     "planning",
     "verify",
 )

@@ -141,7 +141,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
 
 
 def _print_schedules(texts: Sequence[str]) -> None:
-    from moelib.planning.report.schedules import schedule_timelines, schedules_table
+    from moelib.parallel.pipeline.comparison import schedule_timelines, schedules_table
 
     timelines = schedule_timelines(texts)
     print_table(schedules_table(timelines))
@@ -150,7 +150,7 @@ def _print_schedules(texts: Sequence[str]) -> None:
 
 
 def _print_goodput(flags: Flags) -> None:
-    from moelib.planning.goodput import Failures, goodput_table
+    from moelib.operations.goodput_forecast import Failures, goodput_table
 
     if wrong := [text for text in flags.goodput if not text.isdecimal()]:
         raise UsageError(f"--goodput={wrong[0]}: write numbers of devices, such as 256,16384.")

@@ -13,11 +13,7 @@ from moelib.core import memory_maps, tree
 from moelib.core.config import did_you_mean
 from moelib.core.errors import UserError
 from moelib.core.param import is_spec
-from moelib.parallel.auto_sharding.choice import (
-    BYTES_PER_PARAMETER_BYTE,
-    FLOPS_PER_BYTE,
-    sent_bytes,
-)
+from moelib.parallel.auto_sharding.choice import bytes_worth, sent_bytes
 from moelib.parallel.auto_sharding.constrain import constrain_at_use
 from moelib.parallel.auto_sharding.specs import (
     AutoShardings,
@@ -43,7 +39,7 @@ class Candidate(NamedTuple):
 
     name: str
     specs: Any
-    collectives: tuple[Collective, ...]
+    collectives: Sequence[Collective]
     sent_bytes: float  # Per device, of all collectives.
     parameter_bytes: float  # Per device.
     flops: float  # Per device, of matmuls.
@@ -52,8 +48,7 @@ class Candidate(NamedTuple):
     def cost(self) -> float:
         """Bytes on the links: those sent, and those that latencies, memory and FLOPs are worth."""
         latencies = _LATENCY_BYTES * sum(each.executions for each in self.collectives)
-        memory = BYTES_PER_PARAMETER_BYTE * self.parameter_bytes
-        return self.sent_bytes + latencies + memory + self.flops / FLOPS_PER_BYTE
+        return self.sent_bytes + latencies + bytes_worth(self.flops, self.parameter_bytes)
 
 
 class Choice(NamedTuple):

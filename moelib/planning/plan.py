@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -66,10 +65,10 @@ class CompiledStep:
     def _summary(self, report: StepReport) -> list[str]:
         """Returns sentences about the memory, the cycles, and loops of unknown length."""
         accelerator = self.estimate.candidate.topology.accelerator
-        free = (accelerator.hbm_bytes - report.numbers["memory.peak"]) / _GIB
+        free = (accelerator.hbm_bytes - report.figures["memory.peak"]) / _GIB
         fit = f"fits with {free:.2f} GiB free" if free >= 0 else f"lacks {-free:.2f} GiB"
         lines = [f"The step {fit} of {accelerator.hbm_bytes / _GIB:.2f} GiB per device."]
-        if cycles := report.numbers.get("cycles"):  # GPU compilers do not estimate cycles.
+        if cycles := report.figures.get("cycles"):  # GPU compilers do not estimate cycles.
             clock = accelerator.cycles_per_second
             lines.append(
                 f"{cycles / 1e6:.1f} Mcycles, by the compiler's estimate, are "
@@ -80,13 +79,12 @@ class CompiledStep:
         return lines
 
     def _prediction_table(self, report: StepReport) -> Table:
-        numbers, estimated = report.numbers, self.estimate.collectives
-        rows = [("peak memory", self.estimate.bytes_held, numbers["memory.peak"], gib)]
-        rows += [
-            (kind, estimated.get(kind, 0.0), numbers.get(f"{kind}.bytes", 0), mib)
-            for kind in COLLECTIVES
-            if estimated.get(kind) or f"{kind}.bytes" in numbers
-        ]
+        figures = report.figures
+        rows = [("peak memory", self.estimate.bytes_held, figures["memory.peak"], gib)]
+        for kind in COLLECTIVES:
+            size, key = self.estimate.collectives.get(kind, 0.0), f"{kind}.bytes"
+            if size or key in figures:
+                rows.append((kind, size, figures.get(key, 0), mib))
         cells = [
             (label, write(a), write(b), f"{100 * (a - b) / b:+.1f}%" if b else "-")
             for label, a, b, write in rows
@@ -132,7 +130,7 @@ class Plan:
         if self.num_over_budget:
             footnotes.append(f"{self.num_over_budget} meshes over the budget are not shown.")
         rows = [(f"{i}", *self._cells(each)) for i, each in enumerate(shown, start=1)]
-        return Table(title, (*columns, "limit"), rows, footnotes)
+        return Table(title, (*columns, "limit, s at peak rates"), rows, footnotes)
 
     def _cells(self, estimate: Estimate) -> list[str]:
         candidate = estimate.candidate
@@ -158,8 +156,12 @@ class Plan:
         steps = [(step, step.report) for step in self.compiled]
         return {
             "rows": [_row_as_json(each) for each in self.rows[:max_rows]],
-            "compiled": [json.loads(report.to_json()) for _, report in steps if report is not None],
-            "failures": [_failure_as_json(step) for step, report in steps if report is None],
+            "compiled": [report.to_json() for _, report in steps if report is not None],
+            "failures": [
+                {**_mesh_as_json(step.estimate), "failure": step.outcome.failure}
+                for step, report in steps
+                if report is None
+            ],
         }
 
     def compile_best(
@@ -325,9 +327,10 @@ def _shared_sides(rows: Sequence[Estimate]) -> list[str]:
 
 
 def _limit(estimate: Estimate) -> str:
-    """Returns the limit of a candidate, with the missing memory if it does not fit."""
+    """Returns the seconds of each part, longest first; for a candidate too large, its memory."""
     if estimate.fits:
-        return estimate.limit
+        parts = sorted(estimate.seconds_at_peak.items(), key=lambda part: -part[1])
+        return ", ".join(f"{name} {_number(seconds)}" for name, seconds in parts if seconds)
     missing = (estimate.bytes_held - estimate.capacity) / _GIB
     if missing <= 0:
         return f"memory: {-missing:.1f} GiB left is within the estimate's error"
@@ -363,9 +366,3 @@ def _row_as_json(estimate: Estimate) -> dict[str, Any]:
         "pipeline_schedule": getattr(estimate.candidate.schedule, "value", None),
         **{name: getattr(estimate, name) for name in _ESTIMATED},
     }
-
-
-def _failure_as_json(step: CompiledStep) -> dict[str, Any]:
-    outcome = step.outcome
-    stages = {"failure": outcome.failure, "stages": dict(outcome.stages)}
-    return {**_mesh_as_json(step.estimate), **stages}

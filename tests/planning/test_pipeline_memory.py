@@ -71,7 +71,7 @@ def test_a_rank_holds_no_more_than_the_schedule_says(
     micro = (saved.split + saved.whole + saved.routed) * batch_size * seq_len
     memory = Estimator(work, rules_of(cfg), {})(current_candidate(cfg, work, shape)).memory
     weights = memory["summed gradients"] + memory["weights of stages"]
-    held = report.numbers["memory.peak"] - report.numbers["memory.arguments"] - weights
+    held = report.figures["memory.peak"] - report.figures["memory.arguments"] - weights
     # Without recomputation, also what a slot reads and computes, and deferred weight gradients.
     ticks = ticks_of(schedule, num_ranks, 8)
     more = 0 if recomputed else 0.75 + ticks.num_deferred

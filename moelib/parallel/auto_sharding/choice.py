@@ -7,10 +7,10 @@ import numpy as np
 from moelib.parallel.auto_sharding.classes import Collective
 
 # FLOPs that a chip computes while its links carry one byte: about 1,000 on v5p and H100.
-FLOPS_PER_BYTE = 1000.0
+_FLOPS_PER_BYTE = 1000.0
 # Bytes on the links that one byte of a parameter is worth: its gradient and two moments are stored
 # with it, each is read and written, and memory limits a model more than speed.
-BYTES_PER_PARAMETER_BYTE = 16.0
+_BYTES_PER_PARAMETER_BYTE = 16.0
 
 
 def sent_bytes(kind: str, num_bytes: float, num_devices: int) -> float:
@@ -20,13 +20,17 @@ def sent_bytes(kind: str, num_bytes: float, num_devices: int) -> float:
     return factors.get(kind, part) * num_bytes
 
 
+def bytes_worth(flops: float, parameter_bytes: float) -> float:
+    """Returns the bytes on the links that FLOPs and parameters of a device are worth."""
+    return flops / _FLOPS_PER_BYTE + _BYTES_PER_PARAMETER_BYTE * parameter_bytes
+
+
 def benefit(
     collectives: Sequence[Collective], flops: float, parameter_bytes: float, num_shards: int
 ) -> float:
     """Returns the savings from sharding a class, in bytes on the links; they may be negative."""
-    saved = flops / FLOPS_PER_BYTE + BYTES_PER_PARAMETER_BYTE * parameter_bytes
     sent = sum(sent_bytes(each.kind, each.num_bytes, num_shards) for each in collectives)
-    return (1 - 1 / num_shards) * saved - sent
+    return (1 - 1 / num_shards) * bytes_worth(flops, parameter_bytes) - sent
 
 
 def best_classes(

@@ -95,7 +95,7 @@ def compile_step(
     )
     if dump_dir is not None:
         write_dump(dump_dir, step, report)
-    stopwatch.done("count", f"{report.numbers['instructions']:,} instructions")
+    stopwatch.done("count", f"{report.figures['instructions']:,} instructions")
     return report
 
 

@@ -4,6 +4,7 @@
 and `report.md` the figures and findings.
 """
 
+import json
 import os
 import pathlib
 from typing import Any
@@ -13,9 +14,9 @@ import jax
 from moelib.core.errors import UserError
 from moelib.core.processes import on_process_0
 from moelib.planning.compiled.examine import Step, examine
-from moelib.planning.report.plots import plot_shares
+from moelib.planning.report.plots import plot_amounts
 from moelib.planning.report.step_report import StepReport
-from moelib.planning.report.tables import report_text
+from moelib.planning.report.tables import memory_by_content, report_text
 
 
 def make_folder(folder: str) -> pathlib.Path:
@@ -41,7 +42,7 @@ def write_dump(folder: str, step: Step, report: StepReport) -> pathlib.Path:
         "stablehlo.txt": step.lowered.as_text(),
         "hlo_before.txt": step.hlo_before(),
         "hlo_optimized.txt": step.compiled.as_text(),
-        "report.json": report.to_json(),
+        "report.json": json.dumps(report.to_json(), indent=1),
     }
     for name, text in texts.items():
         (path / name).write_text(text, encoding="utf-8")
@@ -50,14 +51,13 @@ def write_dump(folder: str, step: Step, report: StepReport) -> pathlib.Path:
 
 def write_report(folder: pathlib.Path, report: StepReport) -> pathlib.Path:
     """Writes report.md and its plots to an existing folder; returns the path of report.md."""
+    memory = {(name, ""): size / 2**30 for name, size in memory_by_content(report).items()}
+    cycles = {(row["kind"], row["phase"]): row["cycles"] / 1e6 for row in report.cycles}
     plots = {}
-    for name, shares, unit, scale in (
-        ("memory", report.memory_shares, "GiB", 2.0**30),
-        ("time", report.cycle_shares, "Mcycles", 1e6),
-    ):
-        if any(share.amount for share in shares):
-            plot_shares(str(folder / f"{name}.png"), f"{report.name}: {name}", shares, unit, scale)
+    for name, amounts, unit in (("memory", memory, "GiB"), ("time", cycles, "Mcycles")):
+        if any(amounts.values()):
             plots[name] = f"{name}.png"
+            plot_amounts(str(folder / plots[name]), f"{report.name}: {name}", amounts, unit)
     path = folder / "report.md"
     path.write_text(report_text(report, plots), encoding="utf-8")
     return path

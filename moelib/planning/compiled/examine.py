@@ -13,8 +13,8 @@ from moelib.planning.lint.compute import remats_that_save_nothing
 from moelib.planning.lint.facts import Facts, facts_of
 from moelib.planning.lint.facts import Step as LintStep
 from moelib.planning.lint.rules import lint, merged
-from moelib.planning.report.count import against_model, count
-from moelib.planning.report.step_report import Share, Stage, StepReport
+from moelib.planning.report.count import count
+from moelib.planning.report.step_report import Row, StepReport
 from moelib.train.pipeline import layout_of
 
 
@@ -41,35 +41,35 @@ def examine(
 ) -> StepReport:
     """Returns the report of a `SpmdTrainer`'s step, with findings of lint.
 
-    `seconds` are those of tracing, lowering and compiling, and CPU seconds of compiling, by the
-    names in `figures`. `compiler_options` are those of the compilation; by default the trainer's.
+    Args:
+        trainer: The trainer.
+        step: Its step.
+        name: Name of the step.
+        topology: Name of the hardware.
+        seconds: Seconds of stages of the compilation, by stage.
+        compiler_options: Options of the compilation; by default those of the trainer.
     """
     text = step.compiled.as_text()
     program, mesh = parse(text, shares_of_branches(trainer)), trainer.mesh()
     facts, model_flops = facts_of(trainer, compiler_options), _model_flops(trainer)
-    counts = count(step.compiled, program, mesh.shape)
-    numbers = counts.pop("numbers")
-    numbers |= against_model(numbers, counts["kernels"], model_flops, _rows_routed(trainer))
-    numbers |= {f"seconds.{name}": value for name, value in (seconds or {}).items()}
-    source_map = SourceMap(text)
-    findings = lint(
-        program,
-        facts,
-        source_map=source_map,
-        model_flops=model_flops,
-        traced=step.traced,
+    rows_routed, source_map = _rows_routed(trainer), SourceMap(text)
+    counts = count(
+        step.compiled, program, mesh.shape, rows_routed=rows_routed, model_flops=model_flops
     )
-    sizes = text.count("\n"), numbers["instructions"], numbers["fusions"]
+    found = lint(program, facts, source_map=source_map, model_flops=model_flops, traced=step.traced)
+    figures = counts["figures"]
+    figures |= {f"memory.{part}": size for part, size in state_bytes(facts).items()}
+    figures |= {f"seconds.{stage}": value for stage, value in (seconds or {}).items()}
+    sizes = text.count("\n"), figures["instructions"], figures["fusions"]
+    stages = [*_stages_before(step), _stage("HLO, optimized", *sizes)]
     return StepReport(
         name=name,
         topology=topology,
         mesh=dict(mesh.shape),
-        numbers=numbers,
         **counts,
-        stages=(*_stages_before(step), Stage("HLO, optimized", *sizes)),
-        memory_shares=_memory_shares(facts, numbers),
-        findings=tuple(merged([*findings, *remats_that_save_nothing(trainer)])),
-        largest=tuple(largest_temporaries(LintStep(program, facts, source_map))),
+        findings=merged([*found, *remats_that_save_nothing(trainer)]),
+        largest=largest_temporaries(LintStep(program, facts, source_map)),
+        stages=stages,
     )
 
 
@@ -105,31 +105,25 @@ def _model_flops(trainer: Any) -> int:
     return int((trainer.flops_per_token() or 0) * tokens / trainer.mesh().size)
 
 
-def _stages_before(step: Step) -> tuple[Stage, ...]:
+def _stages_before(step: Step) -> list[Row]:
     """Returns the sizes of a step before it is compiled."""
     before = step.hlo_before().splitlines()
     instructions = [line for line in before if " = " in line and line.startswith(" ")]
     fusions = sum(" fusion(" in line for line in instructions)
-    return (
-        Stage("jaxpr", str(step.traced.jaxpr).count("\n") + 1),
-        Stage("StableHLO", step.lowered.as_text().count("\n")),
-        Stage("HLO, before", len(before), len(instructions), fusions),
-    )
+    return [
+        _stage("jaxpr", str(step.traced.jaxpr).count("\n") + 1),
+        _stage("StableHLO", step.lowered.as_text().count("\n")),
+        _stage("HLO, before", len(before), len(instructions), fusions),
+    ]
+
+
+def _stage(name: str, lines: int, instructions: int = 0, fusions: int = 0) -> Row:
+    return {"name": name, "lines": lines, "instructions": instructions, "fusions": fusions}
 
 
 def state_bytes(facts: Facts) -> dict[str, int]:
-    """Returns the bytes of the state in a device's own memory, by content."""
+    """Returns the bytes of parameters and of the learner's state in a device's own memory."""
     sums = dict.fromkeys(("model", "learner"), 0)
     for each in facts.state:
         sums[each.path.partition("/")[0]] += 0 if each.on_host else each.shard_bytes
-    return {"parameters": sums["model"], "learner's state": sums["learner"]}
-
-
-def _memory_shares(facts: Facts, numbers: Mapping[str, Any]) -> tuple[Share, ...]:
-    """Returns the bytes that a device holds during a step, by content, without the host's."""
-    shares = state_bytes(facts)
-    shares["other arguments"] = max(numbers["memory.arguments"] - sum(shares.values()), 0)
-    shares["temporaries"] = numbers["memory.temporaries"]
-    shares["new outputs"] = max(numbers["memory.outputs"] - numbers["memory.aliased"], 0)
-    shares["code"] = numbers["memory.code"]
-    return tuple(Share(content, "", size) for content, size in shares.items())
+    return {"parameters": sums["model"], "learner": sums["learner"]}

@@ -121,50 +121,48 @@ def candidates(
     Raises:
         UserError: If there is no candidate, or the sharding rules or `mesh` are invalid.
     """
-    rules, wanted = rules_of(cfg), None
+    rules = rules_of(cfg)
     split = _split_axes(cfg, work, rules)
-    if mesh is not None:
-        names, field = cfg.mesh_axis_names, f"topology {topology.name}: mesh"
-        shape = parse_mesh(mesh, axis_names=names, num_devices=topology.num_devices, field=field)
-        wanted = dict(_above_one(names, shape))
-    for name, size in (wanted or {}).items():
-        if name not in split:
-            dense = name == "expert" and work.moe is None
-            if name == AXIS and work.pipeline_refusal:
-                raise UserError(f"topology {topology.name}: {work.pipeline_refusal}")
-            reason = "the model has no experts" if dense else "nothing is split over it yet"
-            raise UserError(
-                f"topology {topology.name}: mesh {mesh!r}: {name}={size}, but {reason}; omit it."
-            )
-    found, refusals, too_small = [], dict[str, None](), dict[int, str]()
-    check = _mesh_check(work, rules)
-    remats = list(_remats(cfg, work))
-    possible = functools.cache(functools.partial(_schedules, work))
+    wanted = None if mesh is None else _wanted(cfg, work, topology, mesh, split)
+    check, remats = _mesh_check(work, rules), [*_remats(cfg, work)]
+    schedules, sequence = functools.cache(functools.partial(_schedules, work)), rules["sequence"]
+    found, refusals = list[Candidate](), dict[str, None]()
     for each in _meshes(split, topology, wanted):
-        if (refusal := check(each)) is not None:
+        most, parts = work.global_batch_size // each.parts(rules["batch"]), each.parts(sequence)
+        tokens = most * work.seq_len // parts
+        if refusal := check(each) or _refusal(check_loss_chunk, work.loss_chunk_size, tokens):
             refusals[refusal] = None
             continue
-        most = work.global_batch_size // each.parts(rules["batch"])
-        for size in (n for n in range(1, most + 1) if most % n == 0):
-            tokens = size * work.seq_len // each.parts(rules["sequence"])
-            if (refusal := _chunk_refusal(work, tokens)) is not None:
-                too_small[tokens] = refusal
-                continue
-            schedules, refusal = possible(each.parts([AXIS]), most // size)
-            refusals |= {refusal: None} if refusal else {}
-            found += [
-                Candidate(topology, each, size, most // size, name, schedule)
-                for schedule in schedules
-                for name in remats
-            ]
+        found += [
+            Candidate(topology, each, size, most // size, name, schedule)
+            for size in range(1, most + 1)
+            if most % size == 0 and size * work.seq_len // parts >= (work.loss_chunk_size or 0)
+            for schedule in schedules(each.parts([AXIS]), most // size)
+            for name in remats
+        ]
     if not found:
-        reasons = [too_small[max(too_small)]] if too_small else [*refusals][:_MAX_REFUSALS]
         raise UserError(
             f"topology {topology.name}: no mesh of its {topology.num_devices} devices"
             f"{' with ' + mesh if mesh else ''} can run the config: "
-            f"{' '.join(reasons) or 'the config lacks the axes.'}"
+            f"{' '.join([*refusals][:_MAX_REFUSALS]) or 'the config lacks the axes.'}"
         )
     return found
+
+
+def _wanted(
+    cfg: Any, work: Workload, topology: TopologyShape, mesh: str, split: Sequence[str]
+) -> dict[str, int]:
+    """Returns the sizes above 1 of a mesh. Raises UserError if nothing is split over an axis."""
+    names, field = cfg.mesh_axis_names, f"topology {topology.name}: mesh"
+    shape = parse_mesh(mesh, axis_names=names, num_devices=topology.num_devices, field=field)
+    wanted = dict(_above_one(names, shape))
+    for name in wanted.keys() - set(split):
+        if name == AXIS and work.pipeline_refusal:
+            raise UserError(f"topology {topology.name}: {work.pipeline_refusal}")
+        dense = name == "expert" and work.moe is None
+        reason = "the model has no experts" if dense else "nothing is split over it yet"
+        raise UserError(f"{field} {mesh!r}: {name}={wanted[name]}, but {reason}; omit it.")
+    return wanted
 
 
 def current_candidate(cfg: Any, work: Workload, topology: TopologyShape) -> Candidate:
@@ -181,7 +179,7 @@ def current_candidate(cfg: Any, work: Workload, topology: TopologyShape) -> Cand
         if work.pipeline_refusal:
             raise UserError(f"topology {topology.name}: {work.pipeline_refusal}")
         check_microbatches(schedule, mesh.parts([AXIS]), cfg.num_microbatches)
-    if (refusal := _mesh_check(work, rules)(mesh)) is not None:
+    if refusal := _mesh_check(work, rules)(mesh):
         raise UserError(f"topology {topology.name}: {refusal}")
     num, parts = cfg.num_microbatches, mesh.parts(rules["batch"])
     if work.global_batch_size // num % parts:
@@ -192,42 +190,30 @@ def current_candidate(cfg: Any, work: Workload, topology: TopologyShape) -> Cand
         )
     size = work.global_batch_size // num // parts
     tokens = size * work.seq_len // mesh.parts(rules["sequence"])
-    if (refusal := _chunk_refusal(work, tokens)) is not None:
+    if refusal := _refusal(check_loss_chunk, work.loss_chunk_size, tokens):
         raise UserError(f"topology {topology.name}: {refusal}")
     return Candidate(topology, mesh, size, num, OWN, schedule)
 
 
-def _schedules(
-    work: Workload, num_ranks: int, num_microbatches: int
-) -> tuple[list[Schedule | None], str]:
-    """Returns the possible schedules, and the reason why others are impossible."""
+def _schedules(work: Workload, num_ranks: int, num_microbatches: int) -> list[Schedule | None]:
+    """Returns the possible schedules: None without a pipeline."""
     if num_ranks == 1:
-        return [None], ""
-    found, refusal = list[Schedule | None](), ""
-    for schedule in Schedule:
-        num_stages = schedule.num_chunks * num_ranks
-        try:
-            check_microbatches(schedule, num_ranks, num_microbatches)
-        except UserError as error:
-            refusal = refusal or str(error)
-            continue
-        if num_stages <= work.num_blocks:
-            found.append(schedule)
-        elif not refusal:
-            refusal = (
-                f"pipeline={num_ranks}: the model has {work.num_blocks} blocks, and schedule "
-                f"{schedule.value!r} has {num_stages} stages; set fewer ranks."
-            )
-    return found, refusal
+        return [None]
+    return [
+        each
+        for each in Schedule
+        if each.num_chunks * num_ranks <= work.num_blocks
+        and not _refusal(check_microbatches, each, num_ranks, num_microbatches)
+    ]
 
 
-def _chunk_refusal(work: Workload, tokens: int) -> str | None:
-    """Returns why a device's tokens are too few for a chunk of the loss, or None."""
+def _refusal(check: Callable[..., Any], *arguments: Any) -> str:
+    """Returns the message of the UserError that a check raises, or ""."""
     try:
-        check_loss_chunk(work.loss_chunk_size, tokens)
+        check(*arguments)
     except UserError as error:
         return str(error)
-    return None
+    return ""
 
 
 def _own_mesh(cfg: Any, topology: TopologyShape) -> Mesh:
@@ -304,8 +290,8 @@ def _meshes(
                 yield mesh
 
 
-def _mesh_check(work: Workload, rules: sharding.Rules) -> Callable[[Mesh], str | None]:
-    """Returns a function of a mesh: the reason why the rules cannot split over it, or None."""
+def _mesh_check(work: Workload, rules: sharding.Rules) -> Callable[[Mesh], str]:
+    """Returns a function of a mesh: the reason why it cannot run the workload, or ""."""
     batch, length = work.global_batch_size, work.seq_len
     arrays: list[tuple[Sequence[str | None], Sequence[int] | None, str]] = [
         (("batch", "residual_sequence"), (batch, length), "the batch"),
@@ -316,15 +302,14 @@ def _mesh_check(work: Workload, rules: sharding.Rules) -> Callable[[Mesh], str |
     # Ring attention gives each device two pieces of a sequence.
     halves = (("batch", "sequence"), (batch, length // 2), "attention's half sequences")
 
-    @functools.cache
-    def refusal(sizes: frozenset[tuple[str, int]]) -> str | None:
-        mesh = dict(sizes)
+    def check(mesh: Mapping[str, int]) -> None:
+        if (num_ranks := mesh.get(AXIS, 1)) > work.num_blocks:
+            raise UserError(
+                f"{AXIS}={num_ranks}: the model has {work.num_blocks} blocks; set fewer ranks."
+            )
         ring = math.prod(mesh.get(axis, 1) for axis in rules["sequence"]) > 1
-        try:
-            for axes, shape, name in [halves, *arrays] if ring else arrays:
-                sharding.partition_spec(axes, mesh, shape=shape, rules=rules, array=name)
-        except UserError as error:
-            return str(error)
-        return None
+        for axes, shape, name in [halves, *arrays] if ring else arrays:
+            sharding.partition_spec(axes, mesh, shape=shape, rules=rules, array=name)
 
+    refusal = functools.cache(lambda sizes: _refusal(check, dict(sizes)))
     return lambda mesh: refusal(frozenset(mesh.sizes.items()))

@@ -102,6 +102,11 @@ class Computation:
     fused: bool = False  # Whether it is part of a fusion, which is one instruction of its caller.
     asynchronous: bool = False  # Whether it runs between an async-start and its async-done.
 
+    @property
+    def root(self) -> Instruction:
+        """The instruction whose result is that of the computation."""
+        return next(each for each in self.instructions.values() if each.is_root)
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -291,23 +296,19 @@ def _trip_count(loop: Instruction, computations: Mapping[str, Computation]) -> i
 
 def _bound(condition: Computation, computations: Mapping[str, Computation]) -> int | None:
     """Returns the n of a condition i < n, for a carried i and a constant n."""
-    made, root = dict(condition.instructions), _root(condition)
+    made, root = dict(condition.instructions), condition.root
     if root.opcode == "fusion":
         fused = computations[dict(root.calls)["calls"]]
         given = [made[name] for name in root.operands]
         for name, each in fused.instructions.items():
             made[name] = given[int(each.arguments)] if each.opcode == "parameter" else each
-        root = _root(fused)
+        root = fused.root
     if root.opcode != "compare" or root.attribute("direction") != "LT":
         return None
     carried, bound = (_before_copies(made[name], made) for name in root.operands)
     if carried.opcode not in ("get-tuple-element", "parameter") or bound.opcode != "constant":
         return None
     return int(bound.arguments) if bound.arguments.isdecimal() else None
-
-
-def _root(computation: Computation) -> Instruction:
-    return next(each for each in computation.instructions.values() if each.is_root)
 
 
 def _before_copies(each: Instruction, made: Mapping[str, Instruction]) -> Instruction:

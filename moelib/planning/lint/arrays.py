@@ -41,7 +41,7 @@ def unsplit_activations(step: Step) -> Iterator[Finding]:
         if shape.startswith("(") or values.shape_bytes(shape) < step.thresholds.activation:
             continue
         sizes = values.dimensions(shape)
-        if _has_whole_batch(step, sizes, each.opcode) and not _has_own_batch(step, sizes):
+        if _has_whole_batch(step, sizes, each.opcode):
             yield step.finding(
                 "unsplit activation", "warning", computation, each,
                 advice=f"it contains all {step.facts.batch_parts} parts of the batch; keep it "
@@ -51,34 +51,23 @@ def unsplit_activations(step: Step) -> Iterator[Finding]:
 
 
 def _has_whole_batch(step: Step, sizes: list[int], opcode: str) -> bool:
-    """Returns whether an array begins with the whole batch and its tokens.
+    """Returns whether an array has the width of the model, or of logits, for the whole batch.
 
     A dimension of batch times sequence counts for gathers only: elsewhere a device may have as many
-    rows of its own, those that it sends to several experts.
+    rows of its own, those that it sends to several experts. [L, 1, S, D] is one sequence, stacked
+    over layers.
     """
     facts = step.facts
     real = [size for size in sizes if size > 1]
-    if len(real) < 2 or _is_split_width(step, real[-1]) or _is_state(step, real):
+    widths = facts.sizes_of("embed") | facts.sizes_of("vocab")
+    if len(real) < 2 or real[-1] not in widths or _is_state(step, real):
         return False
-    if len(real) > 2 and real[0] == facts.batch_size:
-        return is_shard([real[1]], [facts.seq_len], facts.mesh)
     gathers = opcode.removesuffix("-start") == "all-gather"
-    return gathers and real[0] == facts.batch_size * facts.seq_len
-
-
-def _has_own_batch(step: Step, sizes: list[int]) -> bool:
-    """Returns whether an array is one sequence, stacked over layers or split into heads.
-
-    [L, 1, S, D] and [1, H, S, D] have the sizes of [B, S, D] if B is the number L or H.
-    """
-    first = next(i for i, size in enumerate(sizes) if size > 1)
-    if step.facts.batch_size != step.facts.batch_parts:
-        return False
-    if sizes[first + 1] == 1:
-        return sizes[first] in step.facts.sizes_of("layers")
-    heads = step.facts.sizes_of("heads") | step.facts.sizes_of("kv_heads")
-    is_local = any(is_shard([sizes[first]], [number], step.facts.mesh) for number in heads)
-    return is_local and sizes[-1] not in step.facts.sizes_of("embed")
+    if gathers and real[0] == facts.batch_size * facts.seq_len:
+        return True
+    after = sizes[sizes.index(real[0]) + 1]
+    is_batch = len(real) > 2 and after > 1 and real[0] == facts.batch_size
+    return is_batch and is_shard([real[1]], [facts.seq_len], facts.mesh)
 
 
 def _is_state(step: Step, real: list[int]) -> bool:
@@ -93,12 +82,6 @@ def _is_state(step: Step, real: list[int]) -> bool:
         if is_shard(real, whole, step.facts.mesh):
             return True
     return False
-
-
-def _is_split_width(step: Step, last: int) -> bool:
-    """Returns whether the last dimension is a part of a model's, split instead of the batch."""
-    widths = step.facts.sizes_of("embed")  # Last dimensions of activations.
-    return last not in widths and last * step.facts.batch_parts in step.facts.sizes_of()
 
 
 def padding(step: Step) -> Iterator[Finding]:
@@ -146,7 +129,7 @@ def largest_temporaries(step: Step, num: int = 3) -> list[Finding]:
 
 def memory_above_estimate(report: StepReport, estimate: float) -> list[Finding]:
     """Returns a finding if the peak memory is more than 30% above an estimate, in bytes."""
-    peak = report.numbers["memory.peak"]
+    peak = round(report.figures["memory.peak"])
     if peak <= _MUCH_MEMORY * estimate:
         return []
     named = "; ".join(
@@ -172,7 +155,7 @@ def unscaled_memory(few: StepReport, many: StepReport) -> list[Finding]:
         )
     found = []
     for part in ("arguments", "temporaries"):
-        sizes = [round(report.numbers[f"memory.{part}"]) for report in (few, many)]
+        sizes = [round(report.figures[f"memory.{part}"]) for report in (few, many)]
         if sizes[1] >= 64 * 2**20 and sizes[1] > _UNSCALED * sizes[0]:
             advice = (
                 f"{sizes[0] / 2**20:,.0f} MiB on each of {before} devices are "

@@ -99,7 +99,7 @@ def _is_zero(step: Step, computation: Computation, each: Instruction) -> bool:
     """Returns whether an instruction makes an array of zeros."""
     if each.is_fusion:
         computation = step.program.computations[dict(each.calls)["calls"]]
-        each = next(inside for inside in computation.instructions.values() if inside.is_root)
+        each = computation.root
     if each.opcode in ("broadcast", "copy", "bitcast", "convert"):
         made = computation.instructions.get(each.operands[0])
         return made is not None and _is_zero(step, computation, made)
@@ -227,13 +227,12 @@ _UNKNOWN = {"parameter", "while", "conditional", "call", "custom-call", "rng", "
 
 def _invariant(body: Computation) -> set[str]:
     """Returns the instructions of a loop's body with the same result in every iteration."""
-    root = next((each for each in body.instructions.values() if each.is_root), None)
-    if root is None or root.opcode != "tuple":
+    if body.root.opcode != "tuple":
         return set()
     inputs = {n for n, each in body.instructions.items() if each.opcode == "parameter"}
     fixed = {
         name
-        for i, name in enumerate(root.operands)
+        for i, name in enumerate(body.root.operands)
         if (each := body.instructions.get(name)) is not None
         and each.opcode == "get-tuple-element"
         and inputs.issuperset(each.operands)

@@ -29,7 +29,7 @@ def result_bytes(instruction: Instruction) -> int:
     return values.shape_bytes(values.result_shape(instruction))
 
 
-def collectives_by_axes(program: Program, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
+def collectives_by_axes(program: Program, mesh: Mapping[str, int]) -> list[Collective]:
     """Returns the collectives by kind and mesh axes, in the order of kinds and bytes."""
     rows: dict[tuple[Any, ...], dict[str, float]] = {}
     for kind, computation, each in collective_instructions(program):
@@ -44,5 +44,7 @@ def collectives_by_axes(program: Program, mesh: Mapping[str, int]) -> tuple[Coll
         row["small_asynchronous"] += small and overlaps
         row["executions"] += computation.executions
         row["bytes"] += size * computation.executions
-    found = (Collective(*key, **{k: round(x) for k, x in row.items()}) for key, row in rows.items())
-    return tuple(sorted(found, key=lambda row: (COLLECTIVES.index(row.kind), -row.bytes)))
+    found = [
+        Collective(*k, **{name: round(x) for name, x in row.items()}) for k, row in rows.items()
+    ]
+    return sorted(found, key=lambda row: (COLLECTIVES.index(row.kind), -row.bytes))

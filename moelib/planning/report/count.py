@@ -18,104 +18,65 @@ from moelib.planning.hlo import values
 from moelib.planning.hlo.program import Instruction, Program
 from moelib.planning.hlo.source import SourceMap, phase
 from moelib.planning.report.collectives import collectives_by_axes
-from moelib.planning.report.fusions import fusion_kinds, instructions_inside, phase_of
+from moelib.planning.report.fusions import fusions_by_kind, instructions_inside, phase_of
 from moelib.planning.report.kernels import kernels
-from moelib.planning.report.step_report import (
-    SMALL_BYTES,
-    Collective,
-    Costly,
-    Kernel,
-    Share,
-    Source,
-)
+from moelib.planning.report.step_report import SMALL_BYTES, Collective, Kernel, Row
 
 OPERATIONS = ("copy", "transpose", "sort", "gather", "scatter")
 _MAX_COSTLIEST = 200  # Instructions in a report.
 
 
-def count(compiled: Any, program: Program, mesh: Mapping[str, int]) -> dict[str, Any]:
+def count(
+    compiled: Any,
+    program: Program,
+    mesh: Mapping[str, int],
+    *,
+    rows_routed: int | None = None,
+    model_flops: int = 0,
+) -> dict[str, Any]:
     """Returns the fields of a `StepReport` that a compiled program decides.
 
     Args:
         compiled: A `jax.stages.Compiled`.
         program: Program parsed from its text.
         mesh: Sizes of the mesh axes, outermost first.
+        rows_routed: Assigned rows of a grouped matmul; None if unknown.
+        model_flops: FLOPs by the model's own count; 0 if unknown.
     """
     costly = _costly(program, SourceMap(compiled.as_text()))
     unfused = [(c, each) for c, each in program.instructions() if not c.fused]
     fusions = [c for c, each in unfused if each.is_fusion]
-    collectives, own = collectives_by_axes(program, mesh), kernels(program)
-    numbers = {
+    sent, calls = collectives_by_axes(program, mesh), kernels(program)
+    matmuls, of_kernels = matmul_flops(program), sum(each.flops for each in calls)
+    # Recomputation, unfilled rows of grouped matmuls and masked attention raise the ratio.
+    ratio = (matmuls + of_kernels) / model_flops if model_flops else None
+    figures = {
         **_memory(compiled.memory_analysis()),
-        **_of_collectives(collectives),
-        "cycles": sum(each.cycles for each in costly),
-        "matmul_flops": matmul_flops(program),
-        "kernel_flops": sum(kernel.flops for kernel in own),
-        "kernel_bytes": sum(kernel.bytes for kernel in own),
+        **_collective_figures(sent),
+        # GPU compilers do not estimate cycles.
+        "cycles": sum(each["cycles"] for each in costly) or None,
+        "matmul_flops": matmuls,
+        "kernel_flops": of_kernels,
+        "kernel_bytes": sum(each.bytes for each in calls),
+        "model_flops": model_flops or None,
+        "executed_over_model_flops": ratio,
+        "rows_computed_over_routed": rows_computed_over_routed(calls, rows_routed),
         "fusions": len(fusions),
         "fusion_executions": round(sum(c.executions for c in fusions)),
         "instructions": sum(1 for _ in program.instructions()),
         "instructions_outside_fusions": len(unfused),
-        **{key: x for opcode in OPERATIONS for key, x in _operation(program, opcode).items()},
+        **_operation_figures(program),
     }
-    if not numbers["cycles"]:  # GPU compilers do not estimate cycles.
-        del numbers["cycles"]
     return {
-        "numbers": numbers,
-        "sources": _sources(costly),
-        "costliest": tuple(costly[:_MAX_COSTLIEST]),
-        "collectives": collectives,
-        "kernels": own,
-        "fusion_kinds": fusion_kinds(program),
+        "figures": {key: value for key, value in figures.items() if value is not None},
+        "collectives": sent,
+        "kernels": calls,
         "loops_of_unknown_length": program.loops_of_unknown_length,
-        "cycle_shares": _cycle_shares(program),
+        "fusions": fusions_by_kind(program),
+        "cycles": _cycles(program),
+        "sources": _sources(costly),
+        "costliest": costly[:_MAX_COSTLIEST],
     }
-
-
-def against_model(
-    numbers: Mapping[str, Any],
-    own: Iterable[Kernel],
-    model_flops: int,
-    rows_routed: int | None,
-) -> dict[str, float]:
-    """Returns the numbers of a step that compare it with its model.
-
-    `executed_over_model_flops` is raised by recomputation, unfilled rows of grouped matmuls and
-    masked attention. `rows_computed_over_routed` is of the rows that grouped matmuls multiply, over
-    assigned rows, weighted by executions. Routing is taken as balanced: groups have one size, the
-    first begins at row 0, and the first rows of the others fall anywhere in a block, which is
-    computed for both of its groups.
-
-    Args:
-        numbers: Numbers of the step.
-        own: Its kernels.
-        model_flops: FLOPs by the model's own count; 0 if unknown.
-        rows_routed: Assigned rows of a grouped matmul; None: all rows count as assigned.
-    """
-    found: dict[str, float] = {}
-    if model_flops:
-        executed = numbers["matmul_flops"] + numbers["kernel_flops"]
-        found = {
-            "model_flops": model_flops,
-            "executed_over_model_flops": executed / model_flops,
-        }
-    computed, routed = 0.0, 0.0
-    for kernel in own:
-        if kernel.groups and kernel.kind != "row sum":
-            rows, block = min(rows_routed or kernel.rows, kernel.rows), kernel.rows_at_once
-            routed += kernel.executions * rows
-            shared = (kernel.groups - 1) * (block - 1)
-            computed += kernel.executions * (math.ceil(rows / block) * block + shared)
-    return found | ({"rows_computed_over_routed": computed / routed} if routed else {})
-
-
-def _of_collectives(rows: Sequence[Collective]) -> dict[str, float]:
-    """Returns the sums over all collectives of a kind, by "<kind>.<sum>"."""
-    sums = collections.Counter[str]()
-    for row in rows:
-        for name in ("bytes", "count", "asynchronous", "small", "executions"):
-            sums[f"{row.kind}.{name}"] += getattr(row, name)
-    return dict(sums)
 
 
 def _memory(analysis: Any) -> dict[str, int]:
@@ -128,33 +89,71 @@ def _memory(analysis: Any) -> dict[str, int]:
     if host or peak - permanent < min(temporaries, SMALL_BYTES):
         peak = permanent + temporaries
     return {
-        "memory.peak": peak,
+        "memory.peak": peak,  # Most bytes at any time, arguments and temporaries together.
         "memory.arguments": analysis.argument_size_in_bytes,
         "memory.outputs": analysis.output_size_in_bytes,
         "memory.temporaries": temporaries,
-        "memory.aliased": analysis.alias_size_in_bytes,
+        "memory.aliased": analysis.alias_size_in_bytes,  # Outputs in the memory of arguments.
         "memory.code": analysis.generated_code_size_in_bytes,
-        "memory.host": host,
+        "memory.host": host,  # In the host's memory, in addition to all others.
     }
 
 
-def _costly(program: Program, source_map: SourceMap) -> list[Costly]:
+def _collective_figures(rows: Iterable[Collective]) -> dict[str, int]:
+    """Returns the sums of each kind over mesh axes."""
+    sums = collections.Counter[str]()
+    for row in rows:
+        for name in ("bytes", "count", "asynchronous", "small", "executions"):
+            sums[f"{row.kind}.{name}"] += getattr(row, name)
+    return dict(sums)
+
+
+def _operation_figures(program: Program) -> dict[str, int]:
+    """Returns the numbers of the `OPERATIONS`, and the bytes of those outside fusions."""
+    numbers, sizes = dict.fromkeys(OPERATIONS, 0), dict.fromkeys(OPERATIONS, 0.0)
+    for computation, each in program.instructions():
+        if each.opcode in numbers:
+            numbers[each.opcode] += 1
+            if not computation.fused:
+                sizes[each.opcode] += values.shape_bytes(each.shape) * computation.executions
+    return {f"{opcode}.count": number for opcode, number in numbers.items()} | {
+        f"{opcode}.bytes": round(size) for opcode, size in sizes.items()
+    }
+
+
+def rows_computed_over_routed(rows: Iterable[Kernel], rows_routed: int | None) -> float | None:
+    """Returns the rows that grouped matmuls multiply over assigned rows; None without such.
+
+    Routing is taken as balanced: groups have one size, the first begins at row 0, and the first
+    rows of the others fall anywhere in a block, which is computed for both of its groups.
+    Kernels are weighted by their executions. Without `rows_routed` all rows count as assigned.
+    """
+    computed, routed = 0.0, 0.0
+    for kernel in rows:
+        if kernel.groups and kernel.kind != "row sum":
+            assigned, block = min(rows_routed or kernel.rows, kernel.rows), kernel.rows_at_once
+            routed += kernel.executions * assigned
+            shared = (kernel.groups - 1) * (block - 1)
+            computed += kernel.executions * (math.ceil(assigned / block) * block + shared)
+    return computed / routed if routed else None
+
+
+def _costly(program: Program, source_map: SourceMap) -> list[Row]:
     """Returns the instructions with an estimate, costliest first."""
     found = [
-        Costly(
-            name=each.name,
-            opcode=each.opcode,
-            shape=values.plain_shape(each.shape),
-            op_name=each.op_name,
-            source=_source(source_map, each),
-            locations=tuple(map(str, source_map.stack(each))),
-            executions=computation.executions,
-            cycles=round(each.cycles * computation.executions),
-        )
+        {
+            "name": each.name,
+            "shape": values.plain_shape(each.shape),
+            "op_name": each.op_name,
+            "source": _source(source_map, each),
+            "locations": [*map(str, source_map.stack(each))],
+            "executions": computation.executions,
+            "cycles": round(each.cycles * computation.executions),
+        }
         for computation, each in program.unfused()
         if each.cycles
     ]
-    return sorted(found, key=lambda each: (-each.cycles, each.name))
+    return sorted(found, key=lambda each: (-each["cycles"], each["name"]))
 
 
 def _source(source_map: SourceMap, instruction: Instruction) -> str:
@@ -166,15 +165,17 @@ def _source(source_map: SourceMap, instruction: Instruction) -> str:
     return f"{prefix}({instruction.opcode}) {instruction.op_name.rpartition('/')[2]}".rstrip()
 
 
-def _cycle_shares(program: Program) -> tuple[Share, ...]:
+def _cycles(program: Program) -> list[Row]:
     """Returns the cycles by kind of work and phase, largest first."""
     sums = collections.defaultdict[tuple[str, str], float](float)
     for computation, each in program.unfused():
         if each.cycles:
             key = _work(program, each), phase_of(program, each)
             sums[key] += each.cycles * computation.executions
-    ordered = sorted(sums.items(), key=lambda each: -each[1])
-    return tuple(Share(*key, round(amount)) for key, amount in ordered)
+    return [
+        {"kind": kind, "phase": phase, "cycles": round(amount)}
+        for (kind, phase), amount in sorted(sums.items(), key=lambda each: -each[1])
+    ]
 
 
 _MOVES = {"copy", "transpose", "copy-start", "bitcast-convert", "concatenate", "slice", "pad"}
@@ -200,20 +201,15 @@ def _work(program: Program, instruction: Instruction) -> str:
     return "copies and slices" if opcodes <= _MOVES | _INDEXES else "elementwise"
 
 
-def _sources(costly: Iterable[Costly]) -> tuple[Source, ...]:
+def _sources(costly: Sequence[Row]) -> list[Row]:
     cycles, counts = collections.Counter[str](), collections.Counter[str]()
     for each in costly:
-        cycles[each.source] += each.cycles
-        counts[each.source] += 1
-    return tuple(Source(name, total, counts[name]) for name, total in cycles.most_common())
-
-
-def _operation(program: Program, opcode: str) -> dict[str, int]:
-    """Returns the number of instructions of an opcode, and the bytes of results outside fusions."""
-    found = [(c, each) for c, each in program.instructions() if each.opcode == opcode]
-    outside = [(c, each) for c, each in found if not c.fused]
-    size = sum(values.shape_bytes(each.shape) * c.executions for c, each in outside)
-    return {f"{opcode}.count": len(found), f"{opcode}.bytes": round(size)}
+        cycles[each["source"]] += each["cycles"]
+        counts[each["source"]] += 1
+    return [
+        {"name": name, "cycles": total, "instructions": counts[name]}
+        for name, total in cycles.most_common()
+    ]
 
 
 def matmul_flops(program: Program) -> int:

@@ -1,4 +1,4 @@
-"""The numbers of compiled steps as text, for comparison with other reports and other programs."""
+"""The table of a step's figures, next to those of other reports and other programs."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from moelib.planning.report.step_report import StepReport
 class Figure(NamedTuple):
     """A row of the table of figures."""
 
-    key: str  # Key in a file of figures.
+    key: str  # Key in a report, and in a file of figures.
     label: str
     write: Callable[[Any], str]
 
@@ -44,61 +44,64 @@ def _tera(value: float) -> str:
 
 
 _count, _ratio, _seconds = "{:,.0f}".format, "{:.2f}".format, "{:.1f} s".format
-_MEMORY = (
-    Figure("memory.peak", "peak memory", gib),
-    Figure("memory.arguments", "  arguments", gib),
-    Figure("memory.outputs", "  outputs", gib),
-    Figure("memory.temporaries", "  temporaries", gib),
-    Figure("memory.aliased", "  outputs aliased to arguments", gib),
-    Figure("memory.code", "  code", mib),
-    Figure("memory.host", "  in addition, on the host", gib),
+SECTIONS = (
+    (
+        Figure("memory.peak", "peak memory", gib),
+        Figure("memory.arguments", "  arguments", gib),
+        Figure("memory.parameters", "    parameters", gib),
+        Figure("memory.learner", "    learner's state", gib),
+        Figure("memory.outputs", "  outputs", gib),
+        Figure("memory.temporaries", "  temporaries", gib),
+        Figure("memory.aliased", "  outputs aliased to arguments", gib),
+        Figure("memory.code", "  code", mib),
+        Figure("memory.host", "  in addition, on the host", gib),
+    ),
+    tuple(
+        Figure(f"{kind}.{name}", label, write)
+        for kind in COLLECTIVES
+        for name, label, write in (
+            ("bytes", kind, mib),
+            ("count", "  in the program", _count),
+            ("asynchronous", "  asynchronous", _count),
+            ("small", "  up to 1 KiB", _count),
+            ("executions", "  executed", _count),
+        )
+    ),
+    (
+        Figure("cycles", "Mcycles without kernels and collectives", lambda v: f"{v / 1e6:.1f}"),
+        Figure("matmul_flops", "matmul FLOPs of XLA", _tera),
+        Figure("kernel_flops", "FLOPs of kernels", _tera),
+        Figure("kernel_bytes", "bytes of kernels", gib),
+        Figure("model_flops", "FLOPs of the model", _tera),
+        Figure("executed_over_model_flops", "executed FLOPs / model FLOPs", _ratio),
+        Figure("rows_computed_over_routed", "rows computed / routed", _ratio),
+        Figure("fusions", "fusions", _count),
+        Figure("fusion_executions", "  executed", _count),
+        Figure("instructions", "instructions", _count),
+        Figure("instructions_outside_fusions", "  outside fusions", _count),
+    ),
+    tuple(
+        Figure(f"{opcode}.{name}", label, write)
+        for opcode in OPERATIONS
+        for name, label, write in (
+            ("count", f"{opcode}: in the program", _count),
+            ("bytes", "  bytes outside fusions", mib),
+        )
+    ),
+    (
+        Figure("seconds.trace", "trace", _seconds),
+        Figure("seconds.lower", "lower", _seconds),
+        Figure("seconds.compile", "compile", _seconds),
+        Figure("seconds.compile_cpu", "  CPU", _seconds),
+    ),
 )
-_COLLECTIVES = tuple(
-    Figure(f"{kind}.{name}", label.format(kind=kind), write)
-    for kind in COLLECTIVES
-    for name, label, write in (
-        ("bytes", "{kind}", mib),
-        ("count", "  in the program", _count),
-        ("asynchronous", "  asynchronous", _count),
-        ("small", "  up to 1 KiB", _count),
-        ("executions", "  executed", _count),
-    )
-)
-_WORK = (
-    Figure("cycles", "Mcycles without kernels and collectives", lambda v: f"{v / 1e6:.1f}"),
-    Figure("matmul_flops", "matmul FLOPs of XLA", _tera),
-    Figure("kernel_flops", "FLOPs of kernels", _tera),
-    Figure("kernel_bytes", "bytes of kernels", gib),
-    Figure("model_flops", "FLOPs of the model", _tera),
-    Figure("executed_over_model_flops", "executed FLOPs / model FLOPs", _ratio),
-    Figure("rows_computed_over_routed", "rows computed / routed", _ratio),
-    Figure("fusions", "fusions", _count),
-    Figure("fusion_executions", "  executed", _count),
-    Figure("instructions", "instructions", _count),
-    Figure("instructions_outside_fusions", "  outside fusions", _count),
-)
-_OPERATIONS = tuple(
-    Figure(f"{opcode}.{name}", label.format(opcode=opcode), write)
-    for opcode in OPERATIONS
-    for name, label, write in (
-        ("count", "{opcode}: in the program", _count),
-        ("bytes", "  bytes outside fusions", mib),
-    )
-)
-_SECONDS = (
-    Figure("seconds.trace", "trace", _seconds),
-    Figure("seconds.lower", "lower", _seconds),
-    Figure("seconds.compile", "compile", _seconds),
-    Figure("seconds.compile_cpu", "  CPU", _seconds),
-)
-SECTIONS = (_MEMORY, _COLLECTIVES, _WORK, _OPERATIONS, _SECONDS)
 
 
 def read_columns(path: str) -> list[Column]:
     """Returns the columns of a file: reports, or figures by key with an optional name and aim.
 
     Args:
-        path: A file of `moelib plan --json`, a StepReport, or a JSON object of figures.
+        path: A file of `moelib plan --json`, a report.json, or a JSON object of figures.
 
     Raises:
         UsageError: If the file holds none of these.
@@ -106,16 +109,15 @@ def read_columns(path: str) -> list[Column]:
     try:
         with open(path, encoding="utf-8") as file:
             values = parse_json(file.read())
-        reports = values.get("compiled")
-        if reports is None and isinstance(values.get("collectives"), list):
-            reports = [values]
-        if reports:
-            return [Column(each["name"], each["numbers"]) for each in reports]
-        columns = [Column(values.pop("name", os.path.basename(path)), values)]
-        if "aim" in values:
-            columns.append(Column("aim", values.pop("aim")))
+        reports = values.get("compiled") or [values]
+        if all("figures" in each for each in reports):
+            columns = [Column(each["name"], each["figures"]) for each in reports]
+        else:
+            columns = [Column(values.pop("name", os.path.basename(path)), values)]
+            if "aim" in values:
+                columns.append(Column("aim", values.pop("aim")))
         _check_keys(key for column in columns for key in column.figures)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise UsageError(
             f"--compare {path}: {error}; give a file of --json, or a JSON object of figures."
         ) from None
@@ -133,7 +135,7 @@ def figures_table(
     report: StepReport, others: Sequence[Column] = (), footnotes: Sequence[str] = ()
 ) -> Table:
     """Returns the figures of a report, with columns of others to compare."""
-    columns = [Column("ours", report.numbers), *others]
+    columns = [Column("ours", report.figures), *others]
     rows: list[tuple[str, ...]] = []
     for section in SECTIONS:
         known = [each for each in section if any(each.key in c.figures for c in columns)]

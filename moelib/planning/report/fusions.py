@@ -4,26 +4,22 @@ import collections
 import re
 
 from moelib.planning.hlo.program import Instruction, Program
-from moelib.planning.hlo.source import PHASES, phase
-from moelib.planning.report.step_report import Fusions
+from moelib.planning.hlo.source import phase
+from moelib.planning.report.step_report import Row
 
 _KIND = re.compile(r"\bkind=k(\w+)")
 _OWN_KIND = re.compile(r'"fusion_backend_config":\{"kind":"_*([\w]+)"')
 
 
-def fusion_kinds(program: Program) -> tuple[Fusions, ...]:
-    """Returns the fusions by kind and phase, in the order of phases."""
-    rows: dict[tuple[str, str], dict[str, float]] = {}
-    for computation, each in program.unfused():
-        if not each.is_fusion:
-            continue
-        key = _kind(each), phase_of(program, each)
-        row = rows.setdefault(key, collections.defaultdict(float))
-        row["count"] += 1
-        row["executions"] += computation.executions
-        row["instructions"] += len(instructions_inside(program, each))
-    order = sorted(rows, key=lambda key: (key[0], PHASES.index(key[1])))
-    return tuple(Fusions(*key, **{n: round(x) for n, x in rows[key].items()}) for key in order)
+def fusions_by_kind(program: Program) -> list[Row]:
+    """Returns the number of fusions by kind and phase."""
+    found = [
+        (_kind(each), phase_of(program, each)) for _, each in program.unfused() if each.is_fusion
+    ]
+    return [
+        {"kind": kind, "phase": phase, "count": number}
+        for (kind, phase), number in sorted(collections.Counter(found).items())
+    ]
 
 
 def _kind(fusion: Instruction) -> str:

@@ -1,32 +1,37 @@
-"""Plots of a report: amounts of categories, split by phase of the step."""
+"""Plots of a report: amounts by kind, split by phase of the step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from moelib.planning.hlo.source import PHASES
-from moelib.planning.report.step_report import Share
 
 
-def plot_shares(path: str, title: str, shares: Sequence[Share], unit: str, scale: float) -> None:
-    """Writes a PNG with a bar for each category, colored by phase.
+def plot_amounts(
+    path: str, title: str, amounts: Mapping[tuple[str, str], float], unit: str
+) -> None:
+    """Writes a PNG with a bar for each kind, colored by phase.
 
-    Amounts are divided by `scale` to be in `unit`. Categories below a thousandth of the largest are
-    not shown.
+    Kinds below a thousandth of the largest are not shown.
+
+    Args:
+        path: Path of the PNG.
+        title: Title of the plot.
+        amounts: Amounts by kind and phase; the phase may be "".
+        unit: Unit of the amounts.
     """
     from matplotlib.figure import Figure
 
-    sums = {s.category: sum(e.amount for e in shares if e.category == s.category) for s in shares}
-    least = max(sums.values()) / 1000
-    names = sorted((name for name in sums if sums[name] >= least), key=lambda name: sums[name])
+    kinds = {kind for kind, _ in amounts}
+    sums = {kind: sum(x for (k, _), x in amounts.items() if k == kind) for kind in kinds}
+    names = sorted((k for k in kinds if sums[k] >= max(sums.values()) / 1000), key=sums.__getitem__)
     figure = Figure(figsize=(8, 1.5 + 0.4 * len(names)), layout="constrained")
     axes = figure.subplots()
     left = dict.fromkeys(names, 0.0)
     for phase in ("", *PHASES):
-        amounts = {s.category: s.amount / scale for s in shares if s.phase == phase}
-        widths = [amounts.get(name, 0.0) for name in names]
+        widths = [amounts.get((name, phase), 0.0) for name in names]
         if any(widths):
             axes.barh(names, widths, left=[left[name] for name in names], label=phase or None)
             left = {name: left[name] + width for name, width in zip(names, widths, strict=True)}
     axes.set(xlabel=unit, title=title)
-    if any(share.phase for share in shares):
+    if any(phase for _, phase in amounts):
         axes.legend(fontsize="small")
     figure.savefig(path, dpi=120)

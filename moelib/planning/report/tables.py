@@ -1,5 +1,6 @@
 """Tables of compiled steps, for a terminal and for report.md."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ from moelib.core.table import Table, to_markdown
 from moelib.parallel.mesh import describe_mesh
 from moelib.planning.hlo.source import PHASES
 from moelib.planning.report.figures import figures_table
-from moelib.planning.report.step_report import Finding, Fusions, Share, StepReport
+from moelib.planning.report.step_report import Finding, Row, StepReport
 
 _GIB, _MIB = 2**30, 2**20
 _MAX_SHAPE = 80  # Characters of the shape of a tuple.
@@ -17,45 +18,45 @@ _MAX_SHAPE = 80  # Characters of the shape of a tuple.
 _Columns = Mapping[str, str | Callable[[Any], str]]
 
 _COLLECTIVES: _Columns = {
-    "kind": "{0.kind}",
-    "axes (devices)": lambda row: f"{' '.join(row.axes) or '-'} ({row.group_size})",
-    "in program>": "{0.count}",
-    "async>": "{0.asynchronous}",
+    "kind": "{kind}",
+    "axes (devices)": lambda row: f"{' '.join(row['axes']) or '-'} ({row['group_size']})",
+    "in program>": "{count}",
+    "async>": "{asynchronous}",
     "up to 1 KiB>": lambda row: (
-        f"{row.small}" + (f" ({row.small_asynchronous} async)" if row.small else "")
+        f"{row['small']}" + (f" ({row['small_asynchronous']} async)" if row["small"] else "")
     ),
-    "executed>": "{0.executions:,}",
-    "MiB>": lambda row: f"{row.bytes / _MIB:,.1f}",
+    "executed>": "{executions:,}",
+    "MiB>": lambda row: f"{row['bytes'] / _MIB:,.1f}",
 }
 _KERNELS: _Columns = {
-    "kernel": "{0.name}",
-    "kind": "{0.kind}",
-    "library": "{0.library}",
-    "in program>": "{0.count}",
-    "executed>": "{0.executions:,}",
-    "TFLOPs>": lambda row: f"{row.flops / 1e12:.4f}" if row.flops else "no estimate",
-    "GiB>": lambda row: f"{row.bytes / _GIB:.3f}" if row.bytes else "-",
-    "rows>": lambda row: _number(row.rows),
-    "groups>": lambda row: _number(row.groups),
-    "rows/block>": lambda row: _number(row.rows_at_once),
+    "kernel": "{name}",
+    "kind": "{kind}",
+    "library": "{library}",
+    "in program>": "{count}",
+    "executed>": "{executions:,}",
+    "TFLOPs>": lambda row: f"{row['flops'] / 1e12:.4f}" if row["flops"] else "no estimate",
+    "GiB>": lambda row: f"{row['bytes'] / _GIB:.3f}" if row["bytes"] else "-",
+    "rows>": lambda row: _number(row["rows"]),
+    "groups>": lambda row: _number(row["groups"]),
+    "rows/block>": lambda row: _number(row["rows_at_once"]),
 }
 _STAGES: _Columns = {
-    "stage": "{0.name}",
-    "lines>": lambda row: _number(row.lines),
-    "instructions>": lambda row: _number(row.instructions),
-    "fusions>": lambda row: _number(row.fusions),
+    "stage": "{name}",
+    "lines>": "{lines:,}",
+    "instructions>": lambda row: _number(row["instructions"]),
+    "fusions>": lambda row: _number(row["fusions"]),
 }
-_MEMORY: _Columns = {"content": "{0.category}", "GiB>": lambda row: f"{row.amount / _GIB:.3f}"}
 _SOURCES: _Columns = {
-    "Mcycles>": lambda row: f"{row.cycles / 1e6:.2f}",
-    "instructions>": "{0.instructions:,}",
-    "phase, file, function": "{0.name}",
+    "Mcycles>": lambda row: f"{row['cycles'] / 1e6:.2f}",
+    "instructions>": "{instructions:,}",
+    "phase, file, function": "{name}",
 }
 
 
-def _table(title: str, rows: Iterable[Any], columns: _Columns) -> Table:
+def _table(title: str, rows: Iterable[Row], columns: _Columns) -> Table:
     cells = [
-        [c.format(row) if isinstance(c, str) else c(row) for c in columns.values()] for row in rows
+        [c.format(**row) if isinstance(c, str) else c(row) for c in columns.values()]
+        for row in rows
     ]
     return Table(title, [*columns], cells)
 
@@ -70,12 +71,14 @@ def _times(executions: float) -> str:
 
 def collectives_table(report: StepReport) -> Table:
     """Returns the collectives by mesh axes."""
-    return _table("Collectives by mesh axes", report.collectives, _COLLECTIVES)
+    return _table(
+        "Collectives by mesh axes", map(dataclasses.asdict, report.collectives), _COLLECTIVES
+    )
 
 
 def kernels_table(report: StepReport) -> Table:
     """Returns the kernels with their own estimates."""
-    return _table("Kernels", report.kernels, _KERNELS)
+    return _table("Kernels", map(dataclasses.asdict, report.kernels), _KERNELS)
 
 
 def sources_table(report: StepReport, top: int) -> Table:
@@ -87,10 +90,11 @@ def costliest_table(report: StepReport, top: int, cycles_per_second: float) -> T
     """Returns the costliest instructions, with the source lines that made them."""
     columns: _Columns = {
         "Mcycles>": _SOURCES["Mcycles>"],
-        "ms>": lambda row: f"{1e3 * row.cycles / cycles_per_second:.2f}",
-        "executed>": lambda row: _times(row.executions),
+        "ms>": lambda row: f"{1e3 * row['cycles'] / cycles_per_second:.2f}",
+        "executed>": lambda row: _times(row["executions"]),
         "instruction and origin": lambda row: (
-            f"{row.name} {row.shape[:_MAX_SHAPE]}\n  " + (" < ".join(row.locations) or row.op_name)
+            f"{row['name']} {row['shape'][:_MAX_SHAPE]}\n  "
+            + (" < ".join(row["locations"]) or row["op_name"])
         ),
     }
     return _table("Costliest instructions", report.costliest[:top], columns)
@@ -119,9 +123,9 @@ def report_text(report: StepReport, plots: Mapping[str, str]) -> str:
         ("Findings", [_findings(report.findings)]),
         ("Figures", [figures_table(report)]),
         ("Stages", [_table("", report.stages, _STAGES)]),
-        ("Memory", [_image(plots, "memory"), _table("", report.memory_shares, _MEMORY)]),
+        ("Memory", [_image(plots, "memory"), _memory(report)]),
         ("Time", [_image(plots, "time"), *_cycles(report)]),
-        ("Fusions", _fusions(report)),
+        ("Fusions in the program", [_by_phase(report.fusions, "count", "{:,.0f}")]),
         ("Collectives by mesh axes", [collectives_table(report)]),
         ("Kernels", [kernels_table(report)]),
         ("Costliest functions", [sources_table(report, 20)]),
@@ -149,56 +153,43 @@ def _findings(findings: Sequence[Finding]) -> str:
     return "\n".join(items) or "None."
 
 
+def memory_by_content(report: StepReport) -> dict[str, float]:
+    """Returns the bytes that a device holds during a step, by content, without the host's."""
+    held = {key.removeprefix("memory."): size for key, size in report.figures.items()}
+    arguments = held["arguments"] - held["parameters"] - held["learner"]
+    return {
+        "parameters": held["parameters"],
+        "learner's state": held["learner"],
+        "other arguments": max(arguments, 0),
+        "temporaries": held["temporaries"],
+        "new outputs": max(held["outputs"] - held["aliased"], 0),
+        "code": held["code"],
+    }
+
+
+def _memory(report: StepReport) -> Table:
+    rows = [(name, f"{size / _GIB:.3f}") for name, size in memory_by_content(report).items()]
+    return Table("", ("content", "GiB>"), rows)
+
+
 def _cycles(report: StepReport) -> list[Table | str]:
-    if "cycles" not in report.numbers:
+    if not report.cycles:
         return ["This compiler does not estimate cycles."]
     return [
         "Mcycles by the compiler's estimate, without kernels and collectives.",
-        _by_phase(report.cycle_shares, 1e6),
+        _by_phase(report.cycles, "cycles", "{:.2f}", scale=1e6),
     ]
 
 
-def _by_phase(shares: Sequence[Share], scale: float) -> Table:
-    amounts = {(share.category, share.phase): share.amount / scale for share in shares}
-    rows = []
-    for name in dict.fromkeys(share.category for share in shares):
-        own = [amounts.get((name, phase), 0.0) for phase in PHASES]
-        rows.append((name, *(f"{value:.2f}" for value in own), f"{sum(own):.2f}"))
-    rows.sort(key=lambda row: -float(row[-1]))
-    totals = [sum(s.amount for s in shares if s.phase == phase) / scale for phase in PHASES]
-    rows.append(("all", *(f"{value:.2f}" for value in totals), f"{sum(totals):.2f}"))
-    return Table("", ("", *(f"{phase}>" for phase in PHASES), "all>"), rows)
-
-
-def _fusions(report: StepReport) -> list[Table | str]:
-    inside = sum(row.instructions for row in report.fusion_kinds)
-    numbers = report.numbers
-    text = (
-        f"{numbers['fusions']:,} fusions with {inside:,} instructions, executed "
-        f"{numbers['fusion_executions']:,} times; {numbers['instructions_outside_fusions']:,} "
-        "instructions are outside of fusions."
-    )
-    before = next((s for s in report.stages if s.name == "HLO, before"), None)
-    if before is not None:
-        text += f" Before optimization: {before.instructions:,} instructions, "
-        text += f"{before.fusions} fusions."
-    kinds = dict.fromkeys(row.kind for row in report.fusion_kinds)
-    rows = [
-        _fusion_row(kind, [row for row in report.fusion_kinds if row.kind == kind])
-        for kind in kinds
+def _by_phase(rows: Sequence[Row], name: str, text: str, scale: float = 1) -> Table:
+    """Returns the amounts of a name by kind and phase, the largest first, with sums."""
+    sums = {kind: dict.fromkeys(PHASES, 0.0) for kind in ("all", *(row["kind"] for row in rows))}
+    for row in rows:
+        for kind in ("all", row["kind"]):
+            sums[kind][row["phase"]] += row[name] / scale
+    ordered = sorted(sums.items(), key=lambda each: (each[0] == "all", -sum(each[1].values())))
+    cells = [
+        (kind, *(text.format(x) for x in (*phases.values(), sum(phases.values()))))
+        for kind, phases in ordered
     ]
-    rows.append(_fusion_row("all", report.fusion_kinds))
-    return [
-        text,
-        "Fusions in the program, and executions in parentheses:",
-        Table("", ("kind", *(f"{phase}>" for phase in PHASES), "all>"), rows),
-    ]
-
-
-def _fusion_row(kind: str, rows: Sequence[Fusions]) -> tuple[str, ...]:
-    cells = []
-    for phase in PHASES:
-        own = [row for row in rows if row.phase == phase]
-        count, executions = (sum(getattr(r, n) for r in own) for n in ("count", "executions"))
-        cells.append(f"{count:,} ({executions:,})" if count else "-")
-    return (kind, *cells, f"{sum(row.count for row in rows):,}")
+    return Table("", ("kind", *(f"{phase}>" for phase in PHASES), "all>"), cells)

@@ -25,10 +25,10 @@ def test_the_step_is_laid_over_the_devices_of_the_topology(where, tmp_path):
     report = compile_step(cfg, where, name="tiny", dump_dir=str(folder))
     assert (report.name, report.topology) == ("tiny", "v6e:2x2x1")
     assert report.mesh["data"] == report.mesh["fsdp"] == 2
-    assert report.numbers["memory.aliased"] > 0  # The state is donated.
-    assert report.numbers["all-reduce.count"] > 0
-    assert report.numbers["seconds.compile_cpu"] > 0
-    assert "rows_computed_over_routed" not in report.numbers
+    assert report.figures["memory.aliased"] > 0  # The state is donated.
+    assert report.figures["all-reduce.count"] > 0
+    assert report.figures["seconds.compile_cpu"] > 0
+    assert "rows_computed_over_routed" not in report.figures
     assert (folder / "hlo_optimized.txt").read_text().startswith("HloModule jit_train_step")
     assert "# tiny" in (folder / "report.md").read_text()
     assert not (tmp_path / "config.txt").exists()
@@ -39,7 +39,7 @@ def test_gradients_of_micro_batches_in_bfloat16_compile_and_are_scattered(where)
     cfg = flame_moe.named_trainer_configs()["flame-moe-tiny"]()
     cfg.set(train_dtype="bfloat16", num_microbatches=2, mesh_shape=(1, 1, 1, 4, 1, 1))
     report = compile_step(cfg, where, name="tiny")
-    assert report.numbers["reduce-scatter.executions"] > 0
+    assert report.figures["reduce-scatter.executions"] > 0
 
 
 def test_lint_knows_the_options_of_the_compilation(where, tmp_path, monkeypatch):

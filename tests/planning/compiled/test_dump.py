@@ -1,6 +1,5 @@
 """Dumps of a small step, of one chip of a TPU and of the CPU."""
 
-import dataclasses
 import json
 import re
 
@@ -9,15 +8,10 @@ import pytest
 
 from moelib.core.errors import UserError
 from moelib.planning.compiled.dump import dump_when_compiled, write_report
-from moelib.planning.report.step_report import Finding, Share, StepReport
-from moelib.planning.report.tables import finding_lines, report_text
+from moelib.planning.report.step_report import StepReport
+from moelib.planning.report.tables import finding_lines, memory_by_content, report_text
 from tests import tiny
-from tests.planning.report.test_step_report import make_report
-
-FINDING = Finding(
-    "padding", "hint", "fusion.1 f32[2048,4]", "model.decoder", "join dimensions",
-    bytes=2**20, executions=8, op_name="jit(s)/mul", locations=("layers/norm.py:35",), count=3,
-)  # fmt: skip
+from tests.planning.report.test_step_report import FINDING, make_report
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +27,7 @@ def dumped(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def report(dumped):
-    return StepReport.from_json((dumped / "report.json").read_text())
+    return StepReport.from_json(json.loads((dumped / "report.json").read_text()))
 
 
 def test_all_stages_of_the_step_are_written_and_measured(dumped, report):
@@ -41,39 +35,38 @@ def test_all_stages_of_the_step_are_written_and_measured(dumped, report):
     assert "stablehlo." in (dumped / "stablehlo.txt").read_text()
     for name in ("hlo_before.txt", "hlo_optimized.txt"):
         assert (dumped / name).read_text().startswith("HloModule jit_train_step")
-    names = [stage.name for stage in report.stages]
+    names = [stage["name"] for stage in report.stages]
     assert names == ["jaxpr", "StableHLO", "HLO, before", "HLO, optimized"]
     for stage, name in zip(report.stages, ("jaxpr", "stablehlo"), strict=False):
-        assert stage.lines == len((dumped / f"{name}.txt").read_text().splitlines())
-    assert report.stages[2].instructions > 100
-    assert report.stages[2].fusions == 0
-    assert report.stages[3].fusions == report.numbers["fusions"] > 0
-    assert sum(row.count for row in report.fusion_kinds) == report.numbers["fusions"]
+        assert stage["lines"] == len((dumped / f"{name}.txt").read_text().splitlines())
+    assert report.stages[2]["instructions"] > 100
+    assert report.stages[2]["fusions"] == 0
+    assert report.stages[3]["fusions"] == report.figures["fusions"] > 0
+    assert sum(row["count"] for row in report.fusions) == report.figures["fusions"]
 
 
 def test_memory_is_split_by_content(report):
-    shares = {share.category: share.amount for share in report.memory_shares}
+    shares, figures = memory_by_content(report), report.figures
     parameters = 2 * 32 * 16 * 4 // 2 + 2 * 4  # A table and a head, split in two; two counts.
     assert shares["parameters"] == parameters
     assert (
         shares["parameters"] + shares["learner's state"] + shares["other arguments"]
-        == (report.numbers["memory.arguments"])
+        == (figures["memory.arguments"])
     )
-    arguments = report.numbers["memory.arguments"]
-    assert report.numbers["memory.peak"] >= arguments + shares["temporaries"]
+    assert figures["memory.peak"] >= figures["memory.arguments"] + shares["temporaries"]
 
 
 def test_flops_are_set_against_the_models_own(report):
     tokens = 8 * 16 // 2
-    assert report.numbers["model_flops"] == tokens * 6 * 16 * 32
+    assert report.figures["model_flops"] == tokens * 6 * 16 * 32
     # The embedding is a gather: one matmul, forward, and two backward.
-    assert report.numbers["executed_over_model_flops"] == pytest.approx(1.0, rel=0.1)
+    assert report.figures["executed_over_model_flops"] == pytest.approx(1.0, rel=0.1)
 
 
 def test_the_report_can_be_read(dumped):
     text = (dumped / "report.md").read_text()
     assert text.startswith("# tiny on 2 x cpu")
-    titles = ["Findings", "Figures", "Stages", "Memory", "Fusions", "Collectives by mesh"]
+    titles = ["Findings", "Figures", "Stages", "Memory", "Fusions", "Collectives"]
     assert all(f"\n## {title}" in text for title in titles)
     assert "![memory](memory.png)" in text
     assert (dumped / "memory.png").read_bytes().startswith(b"\x89PNG")
@@ -84,8 +77,11 @@ def test_the_report_can_be_read(dumped):
 
 
 def test_time_is_plotted_where_there_is_an_estimate(tmp_path):
-    shares = (Share("matmul", "forward", 3_000_000), Share("matmul", "backward", 6_000_000))
-    path = write_report(tmp_path, make_report(cycle_shares=shares))
+    cycles = [
+        {"kind": "matmul", "phase": phase, "cycles": amount}
+        for phase, amount in (("forward", 3_000_000), ("backward", 6_000_000))
+    ]
+    path = write_report(tmp_path, make_report(cycles=cycles))
     assert "| matmul | 3.00 | 0.00 | 6.00 | 0.00 | 0.00 | 9.00 |" in path.read_text()
     assert (tmp_path / "time.png").read_bytes().startswith(b"\x89PNG")
 
@@ -100,12 +96,6 @@ def test_findings_name_the_rule_the_instruction_and_advice():
     text = report_text(make_report(findings=(FINDING,)), {})
     assert "- **padding** (hint): `model.decoder`\n  fusion.1" in text
     assert "## Findings\n\nNone." in report_text(make_report(), {})
-
-
-def test_findings_are_kept_in_json():
-    report = make_report(findings=(FINDING, dataclasses.replace(FINDING, locations=())))
-    assert StepReport.from_json(report.to_json()) == report
-    assert json.loads(report.to_json())["findings"][0]["rule"] == "padding"
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_compiled(tmp_path):

@@ -106,8 +106,8 @@ def test_a_schedule_without_effect_is_reported(work, caplog):
     assert "pipeline_schedule is ZB_V, but the mesh axis pipeline is 1" in caplog.text
 
 
-def test_a_model_has_at_most_as_many_stages_as_blocks(work):
-    with pytest.raises(UserError, match=r"pipeline=4.* 2 blocks.*'gpipe' has 4 stages"):
+def test_a_pipeline_has_at_most_as_many_ranks_as_blocks(work):
+    with pytest.raises(UserError, match=r"pipeline=4: .* 2 blocks"):
         candidates(deep(), dataclasses.replace(work, num_blocks=2), EIGHT, mesh="pipeline=4,fsdp=2")
 
 

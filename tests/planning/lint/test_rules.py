@@ -67,7 +67,7 @@ KERNEL = (
     '%k = f32[8]{0} custom-call(%l), custom_call_target="tpu_custom_call", '
     'metadata={op_name="ragged_dot_general"}'
 )
-STACKED = StateArray("w", (16, 1024, 4096), ("layers", "embed", "ffn"), MIB, True, True)
+STACKED = StateArray("model/w", (16, 1024, 4096), ("layers", "ffn", "embed"), MIB, True, True)
 LAYERS = StateArray("model/w", (4, 2048, 8, 4, 128), (
     "layers", "embed", None, "kv_heads", "head_dim"), MIB, True, True)  # fmt: skip
 FOUR = {"batch_size": 4, "seq_len": 4096, "platform": "cpu"} | _state(LAYERS)
@@ -104,9 +104,9 @@ FOUR = {"batch_size": 4, "seq_len": 4096, "platform": "cpu"} | _state(LAYERS)
         # Stacked weights.
         ("%x = f32[16,1024,4096]{2,1,0} add(%a, %a)", _state(STACKED), None),
         ("%x = f32[16,512,4096]{2,1,0} add(%a, %a)", _state(STACKED), None),
-        ("%x = f32[16,1024,4096]{2,1,0} add(%a, %a)", {}, "unsplit activation"),
-        ("%x = f32[16,512,4096]{2,1,0} add(%a, %a)", {}, "unsplit activation"),
-        # Layers and heads as many as the devices.
+        ("%x = f32[16,1024,1024]{2,1,0} add(%a, %a)", {}, "unsplit activation"),
+        ("%x = f32[16,2048,4096]{2,1,0} add(%a, %a)", {}, None),  # Not of the model's width.
+        # Layers, or heads, as many as the devices.
         ("%x = bf16[4,1,4096,2048]{3,2,1,0} add(%a, %a)", FOUR, None),  # The residual stream.
         ("%x = f32[1,4,8,128,4096]{4,3,2,1,0} add(%a, %a)", FOUR, None),  # Key heads, transposed.
         ("%x = f32[1,4,4096,1024]{3,2,1,0} add(%a, %a)", FOUR, None),
@@ -239,9 +239,9 @@ def test_state_that_no_axis_splits_is_found_if_it_is_large(size, mesh, count):
 
 
 def test_memory_that_stays_when_there_are_more_devices_is_found():
-    numbers = {"memory.arguments": 200 * MIB, "memory.temporaries": 200 * MIB}
-    few = make_report(numbers, mesh={"data": 1, "fsdp": 2})
-    many = make_report(numbers | {"memory.temporaries": 100 * MIB}, mesh={"data": 2, "fsdp": 2})
+    memory = {"memory.arguments": 200 * MIB, "memory.temporaries": 200 * MIB}
+    few = make_report(memory, mesh={"data": 1, "fsdp": 2})
+    many = make_report(memory | {"memory.temporaries": 100 * MIB}, mesh={"data": 2, "fsdp": 2})
     (finding,) = unscaled_memory(few, many)
     assert (finding.instruction, finding.config_path) == ("arguments", "mesh_shape")
     with pytest.raises(ValueError, match=r"4 devices.*2"):
@@ -253,8 +253,7 @@ def test_memory_far_above_the_estimate_is_found_with_the_largest_temporaries():
     for name, size in (("x", 1024), ("y", 4096), ("z", 2048), ("u", 512)):
         text += f'  %{name} = f32[{size},1024]{{1,0}} add(%a, %a), metadata={{op_name="{name}"}}\n'
     step = Step(hlo.parse(text + "  ROOT %end = f32[] constant(0)\n}\n"), FACTS, SourceMap(""))
-    largest = tuple(largest_temporaries(step))
-    report = make_report({"memory.peak": 130 * MIB}, largest=largest)
+    report = make_report({"memory.peak": 130 * MIB}, largest=largest_temporaries(step))
     assert memory_above_estimate(report, 100 * MIB) == []
     (finding,) = memory_above_estimate(report, 99 * MIB)
     assert "1.31 times" in finding.advice

@@ -15,16 +15,14 @@ MAXTEXT = pathlib.Path(__file__).parents[3] / "experiments/gpt_oss_maxtext.json"
 def test_a_file_of_reports_or_of_figures_becomes_columns(tmp_path):
     report = make_report()
     path = tmp_path / "plan.json"
-    path.write_text(json.dumps({"compiled": [json.loads(report.to_json())]}))
-    assert read_columns(str(path)) == [("x", report.numbers)]
-    path.write_text(report.to_json())
-    assert read_columns(str(path)) == [("x", report.numbers)]
+    for values in ({"compiled": [report.to_json()]}, report.to_json()):
+        path.write_text(json.dumps(values))
+        assert read_columns(str(path)) == [("x", report.figures)]
     maxtext, aim = read_columns(str(MAXTEXT))
     assert (maxtext.name, aim.name) == ("MaxText", "aim")
     rows = {row[0]: row[1:] for row in figures_table(report, [maxtext, aim]).rows if row}
     assert rows["peak memory"] == ("0.000 GiB", "15.519 GiB", "13.500 GiB")
-    assert rows["reduce-scatter"] == ("0.0 MiB", "1,648.0 MiB", "no more")
-    del report.numbers["cycles"]
+    assert rows["reduce-scatter"] == ("-", "1,648.0 MiB", "no more")
 
 
 @pytest.mark.parametrize(

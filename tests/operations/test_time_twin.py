@@ -5,8 +5,8 @@ import pytest
 from experiments import flame_moe
 from moelib.core.errors import UserError
 from moelib.layers.moe.layer import MoELayer
-from moelib.planning import time_twin as time_twin_lib
-from moelib.planning.time_twin import measured_step_seconds, time_twin
+from moelib.operations import time_twin as time_twin_lib
+from moelib.operations.time_twin import measured_step_seconds, time_twin
 from tests import tiny
 
 

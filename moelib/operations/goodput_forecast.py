@@ -6,15 +6,11 @@ checkpoint interval for restart dumps, Future Generation Computer Systems 22, 20
 
 import dataclasses
 import math
-import random
 from collections.abc import Sequence
 
 from moelib.core.errors import UserError
 from moelib.core.progress import format_seconds
 from moelib.core.table import Table
-
-_SIMULATED_INTERVALS = 20_000
-_LIMIT = 1e-3  # Lower goodput is not simulated: a run would hardly end.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,29 +53,6 @@ class Failures:
         root = lambertw(-math.exp(-1 - self.save / self.mtbf)).real
         return max(self.mtbf * (1 + float(root)), self.write)
 
-    def simulated_goodput(self, interval: float, seed: int = 0) -> float:
-        """Returns the goodput of a simulated run of 20,000 intervals, event by event."""
-        draw, steps = random.Random(seed), interval * _SIMULATED_INTERVALS
-        now = done = 0.0  # Time, and seconds of steps in complete checkpoints.
-        failure = draw.expovariate(1 / self.mtbf)
-        while done < steps:
-            begin, kept = now, done
-            while True:  # From one start to the next failure.
-                end = begin + (interval + self.save)
-                if failure < end + self.write:
-                    break
-                begin, kept = end, kept + interval
-                if kept >= steps:
-                    return steps / (end + self.write)
-            done, now = kept, failure
-            while True:  # Restarts, until one does not fail.
-                failure = now + draw.expovariate(1 / self.mtbf)
-                if failure >= now + self.restart:
-                    now += self.restart
-                    break
-                now = failure
-        return done / now
-
 
 def goodput_table(
     num_devices: Sequence[int], device_mtbf: float, costs: Failures, interval: float | None = None
@@ -108,19 +81,9 @@ def goodput_table(
                 f"interval={used:.0f} s is shorter than the {failures.write:.0f} s that a "
                 "checkpoint takes to be complete; set a longer one."
             )
-        goodput = failures.goodput(used)
-        simulated = f"{failures.simulated_goodput(used):.1%}" if goodput > _LIMIT else "-"
-        rows.append(
-            [
-                f"{number:,}",
-                format_seconds(failures.mtbf),
-                format_seconds(best),
-                format_seconds(used),
-                f"{goodput:.1%}",
-                simulated,
-            ]
-        )
-    columns = "devices>", "failure every>", "best interval>", "interval>", "goodput>", "simulated>"
+        times = map(format_seconds, (failures.mtbf, best, used))
+        rows.append([f"{number:,}", *times, f"{failures.goodput(used):.1%}"])
+    columns = "devices>", "failure every>", "best interval>", "interval>", "goodput>"
     note = (
         f"A device fails every {device_mtbf / 3600:,.0f} h; a restart takes {costs.restart:.0f} s, "
         f"a checkpoint {costs.save:.1f} s of steps and {costs.write:.0f} s until it is complete."
