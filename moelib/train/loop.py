@@ -227,9 +227,9 @@ class TrainLoop:
             stack.enter_context(self._progress)
             stack.callback(self._throughput.stop)  # Closing files is not the time of a step.
             self.print(self.description)
-            with contextlib.suppress(_WorkStopped):
-                for watcher in self._watchers:
-                    watching.callback(watcher.ended)
+            for watcher in self._watchers:
+                watching.callback(watcher.ended)
+                with contextlib.suppress(_WorkStopped):
                     watcher.started()
             self._summary_writer.resume(self.step)
             self._summary_writer.write_text(self.step, "config", self.config.debug_string())
