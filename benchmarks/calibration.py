@@ -83,11 +83,7 @@ def _calibrated(run: PublishedRun) -> Calibrated:
     )
     as_ours = dataclasses.replace(candidate, remat=OWN) if run.schedule else candidate
     ours = Estimator(work, rules, {})(as_ours)
-    estimate = Estimator(theirs, rules, {})(candidate)
-    # Their ranks wait for their inputs only.
-    low, high = estimate.idle
-    seconds = estimate.seconds[0], estimate.seconds[1] * (1 - high) / (1 - low)
-    estimate = dataclasses.replace(estimate, idle=(low, low), seconds=seconds)
+    estimate = Estimator(theirs, rules, {}, lockstep=False)(candidate)
     return Calibrated(run, estimate, ours.bytes_held)
 
 

@@ -9,7 +9,6 @@ rest. Times are bounds:
 All values are per step and device.
 """
 
-import collections
 import dataclasses
 import functools
 import math
@@ -125,15 +124,24 @@ class Estimate:
 class Estimator:
     """Estimates candidates of one workload; values that depend on the mesh alone are cached."""
 
-    def __init__(self, work: Workload, rules: sharding.Rules, prices: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        work: Workload,
+        rules: sharding.Rules,
+        prices: Mapping[str, float],
+        *,
+        lockstep: bool = True,
+    ) -> None:
         """Initializes an estimator.
 
         Args:
             work: The workload.
             rules: Its sharding rules.
             prices: Dollars per device-hour, by accelerator.
+            lockstep: Whether ranks of a pipeline may wait for the slowest in every tick, as those
+                of moelib do; otherwise they wait for their inputs only.
         """
-        self._work, self._rules, self._prices = work, rules, prices
+        self._work, self._rules, self._prices, self._lockstep = work, rules, prices, lockstep
         self._by_mesh: dict[Any, _OnMesh] = {}
         self._pipeline = functools.cache(functools.partial(pipeline_of, work))
 
@@ -146,16 +154,17 @@ class Estimator:
         on_mesh = self._by_mesh[key]
         placement, accelerator = on_mesh.placement, topology.accelerator
         micro, tokens = candidate.num_microbatches, work.tokens / topology.num_devices
-        recomputed = work.recomputes(candidate.remat)
-        ranks = candidate.mesh.parts([AXIS])
-        pipeline = self._pipeline(candidate.schedule, ranks, micro, recomputed=recomputed)
+        pipeline, recomputed = None, work.recomputes(candidate.remat)
+        if candidate.schedule is not None:
+            ranks = candidate.mesh.parts([AXIS])
+            pipeline = self._pipeline(candidate.schedule, ranks, micro, recomputed=recomputed)
+            if not self._lockstep:
+                pipeline = dataclasses.replace(pipeline, idle=pipeline.idle[:1] * 2)
         peak = peak_flops_per_second(accelerator.device_kind, work.compute_dtype)
         peak = peak or accelerator.flops_per_second
         unfilled = (placement.slots - 1) * work.routed_flops * (3 + recomputed)
         flops = work.model_flops + work.recomputed_flops(candidate.remat) + unfilled
-        # Activations and gradients that a rank sends to others.
-        pipeline_bytes = pipeline.num_sent * placement.stream_bytes(candidate.batch_per_device)
-        sent, results = on_mesh.sent(candidate, tokens, pipeline_bytes, pipeline.filled)
+        sent, results = on_mesh.sent(candidate, tokens, pipeline)
         # Forward, two gradients, and what is recomputed.
         native = work.float8_flops * (3 + work.recomputes_matmuls(candidate.remat))
         float8 = peak_flops_per_second(accelerator.device_kind, "float8_e4m3fn") or peak
@@ -180,8 +189,8 @@ class Estimator:
             peak_flops=peak,
             dollars_per_hour=self._prices.get(accelerator.name, accelerator.dollars_per_hour),
             collectives=results,
-            idle=pipeline.idle,
-            pipeline_bytes=pipeline_bytes,
+            idle=pipeline.idle if pipeline else (0.0, 0.0),
+            pipeline_bytes=on_mesh.pipeline_bytes(candidate, pipeline) if pipeline else 0.0,
         )
 
 
@@ -194,12 +203,12 @@ class _OnMesh:
         self._is_tpu = candidate.topology.accelerator.platform == "tpu"
         self._units = functools.cache(self._fold)
 
-    def _fold(self, remat: str) -> list[tuple[Traffic, dict[str, float]]]:
+    def _fold(self, remat: str, windowed: bool) -> list[tuple[Traffic, dict[str, float]]]:
         """Returns (traffic, results) of one micro-batch's weights, and of one token."""
         placement, is_tpu = self.placement, self._is_tpu
         recomputed = placement.work.recomputes(remat)
         kinds = (
-            transfers.weight_transfers(placement, remat, is_tpu=is_tpu),
+            transfers.weight_transfers(placement, remat, is_tpu=is_tpu, windowed=windowed),
             transfers.token_transfers(placement, is_tpu=is_tpu),
         )
         return [
@@ -210,19 +219,27 @@ class _OnMesh:
             for each in map(list, kinds)
         ]
 
+    def pipeline_bytes(self, candidate: Candidate, pipeline: Pipeline) -> float:
+        """Returns the bytes of activations and gradients that a rank sends to others in a step."""
+        return pipeline.num_sent * self.placement.stream_bytes(candidate.batch_per_device)
+
     def sent(
-        self, candidate: Candidate, tokens: float, pipeline_bytes: float, filled: float
+        self, candidate: Candidate, tokens: float, pipeline: Pipeline | None
     ) -> tuple[Traffic, dict[str, float]]:
         """Returns the traffic and the bytes of results by kind of a step of a device's tokens."""
         micro, placement = candidate.num_microbatches, self.placement
         tokens *= placement.token_multiple
-        (weights, made), (token, routed) = self._units(candidate.remat)
-        between = [*transfers.rank_transfers(placement, pipeline_bytes, filled)]
-        sent = transfers.traffic(between, self._links, recomputed=True)
-        results = collections.Counter(transfers.results(between, placement, recomputed=True))
-        for sizes, times in ((made, micro), (routed, tokens)):
-            results.update({kind: size * times for kind, size in sizes.items()})
-        return weights.times(micro) + token.times(tokens) + sent, dict(results)
+        windowed = transfers.is_windowed(placement, candidate.topology, tokens / micro)
+        (weights, made), (token, routed) = self._units(candidate.remat, windowed)
+        results = {k: made.get(k, 0.0) * micro + routed.get(k, 0.0) * tokens for k in made | routed}
+        total = weights.times(micro) + token.times(tokens)
+        if pipeline is not None:
+            sent = self.pipeline_bytes(candidate, pipeline)
+            between = [*transfers.rank_transfers(placement, sent, pipeline.filled)]
+            total += transfers.traffic(between, self._links, recomputed=True)
+            more = transfers.results(between, placement, recomputed=True)
+            results = {k: results.get(k, 0.0) + more.get(k, 0.0) for k in results | more}
+        return total, results
 
 
 # Bytes of scores in float32 that attention in plain XLA reads and writes, over those of the scores
@@ -262,13 +279,14 @@ def _writes_scores(work: Workload, accelerator: Accelerator) -> bool:
     return (work.attention_backend or ("tpu" if has_kernel else "xla")) in ("xla", "reference")
 
 
-def _seconds(parts: Mapping[str, float], layers: float, pipeline: Pipeline) -> Range:
+def _seconds(parts: Mapping[str, float], layers: float, pipeline: Pipeline | None) -> Range:
     times = lambda e: (
         parts["compute"] / e.compute,
         parts["HBM"] / e.hbm,
         parts["links"] / e.links,
         parts["network"] / e.network,
     )
-    idle, layers = pipeline.idle, layers / pipeline.num_ranks
+    idle = pipeline.idle if pipeline else (0.0, 0.0)
+    layers /= pipeline.num_ranks if pipeline else 1
     starts = POOR.seconds_per_operation * _OPERATIONS_PER_LAYER * layers
     return max(times(BEST)) / (1 - idle[0]), (sum(times(POOR)) + starts) / (1 - idle[1])

@@ -142,42 +142,56 @@ class Placement:
             return 0.0
         return max(self.receive_capacity - 1, 0.0) * moe.num_experts_per_token * tokens
 
-    def memory(self, candidate: Candidate, pipeline: Pipeline) -> dict[str, float]:
+    def memory(self, candidate: Candidate, pipeline: Pipeline | None = None) -> dict[str, float]:
         """Returns the bytes of a device by category; see `at_peak` for what it holds at once."""
         work, block = self.work, self.work.block
         tokens = candidate.batch_per_device * work.seq_len / self.parts["sequence"]
+        if pipeline is not None:
+            return self._memory_in_pipeline(pipeline, candidate, tokens)
+        activations = self._bytes(work.saved[candidate.remat], tokens)
+        if not work.recomputes(candidate.remat):
+            activations += self._saved_weights
+        sums = 4 * self.trained_elements if candidate.num_microbatches > 1 else 0.0
+        unrouted = self._bytes(Saved(block.split, block.whole), tokens)
+        return {
+            "parameters": self.parameters,
+            "optimizer": self.optimizer,
+            "summed gradients": sums,
+            "8-bit weights": self._quantized,
+            "activations": activations,
+            "gradients": self._gradients,
+            # Weights of a block and their gradients, and the activations that it saves.
+            "block": 2 * self._gathered_decoder / work.num_blocks + unrouted,
+            "dispatch": self._bytes(Saved(routed=block.routed), tokens),
+            "logits": self._logits(tokens),
+        }
+
+    def _memory_in_pipeline(
+        self, pipeline: Pipeline, candidate: Candidate, tokens: float
+    ) -> dict[str, float]:
+        """Returns the bytes by category of a rank, with its stages filled up to the largest."""
+        work, block = self.work, self.work.block
+        saved = self._bytes(work.saved[candidate.remat], tokens) / work.num_blocks
+        weights = 0.0 if work.recomputes(candidate.remat) else self._saved_weights
         unrouted = self._bytes(Saved(block.split, block.whole), tokens)
         routed = self._bytes(Saved(routed=block.routed), tokens)
-        saved = self._bytes(work.saved[candidate.remat], tokens)
-        weights = 0.0 if work.recomputes(candidate.remat) else self._saved_weights
-        held = {"parameters": self.parameters, "optimizer": self.optimizer}
-        if candidate.schedule is None:
-            sums = 4 * self.trained_elements if candidate.num_microbatches > 1 else 0.0
-            held |= {
-                "summed gradients": sums,
-                "8-bit weights": self._quantized,
-                "activations": saved + weights,
-                "gradients": self._gradients,
-            }
-        else:
-            stage, outer = self.stage_bytes, self.outer_bytes
-            largest = max(pipeline.sizes)
-            held |= {
-                "summed gradients": pipeline.filled * stage.gradients + outer.gradients,
-                "weights of stages": pipeline.filled * stage.weights,
-                "activations": pipeline.num_kept * self.stream_bytes(candidate.batch_per_device)
-                # The backward pass of a stage reads a copy.
-                + (pipeline.num_saved + largest) * (saved / work.num_blocks)
-                + pipeline.num_deferred * _DEFERRED * (unrouted + routed)
-                + largest / pipeline.rows * weights,
-                # Received, and in the order of the layers.
-                "exchanged gradients": 2 * pipeline.filled * stage.gradients,
-            }
-        return held | {
+        return {
+            "parameters": self.parameters,
+            "optimizer": self.optimizer,
+            "summed gradients": pipeline.filled * self.stage_bytes.gradients
+            + self.outer_bytes.gradients,
+            "weights of stages": pipeline.filled * self.stage_bytes.weights,
+            "activations": pipeline.num_kept * self.stream_bytes(candidate.batch_per_device)
+            # The backward pass of a stage reads a copy.
+            + (pipeline.num_saved + max(pipeline.sizes)) * saved
+            + pipeline.num_deferred * _DEFERRED * (unrouted + routed)
+            + max(pipeline.sizes) / pipeline.rows * weights,
             # Gathered weights of a block and their gradients, and the activations that it saves.
             "block": 2 * self._gathered_decoder / pipeline.rows + unrouted,
             "dispatch": routed,
             "logits": self._logits(tokens),
+            # Received, and in the order of the layers.
+            "exchanged gradients": 2 * pipeline.filled * self.stage_bytes.gradients,
         }
 
     def is_of_stage(self, leaf: Leaf) -> bool:

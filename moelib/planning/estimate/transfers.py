@@ -1,9 +1,7 @@
 """Transfers: the collectives of a step on a mesh, as one list for both its traffic and its results.
 
-Weights are gathered forward, for recomputation and backward, and their gradients reduced and
-scattered. Where FSDP leaves few TPUs enough work, XLA passes on the weights of dense layers in
-turns, each with a part of a matmul; such permutes count as gathers and scatters here. Tokens are
-sent to experts that stay in place, and back.
+Weights are gathered, or passed on in windowed matmuls, forward, for recomputation and backward, and
+their gradients reduced and scattered. Tokens are sent to experts that stay in place, and back.
 """
 
 import functools
@@ -16,6 +14,7 @@ from moelib.planning.estimate.links import Links, Traffic
 from moelib.planning.estimate.memory import Placement
 from moelib.planning.estimate.pipeline import AXIS
 from moelib.planning.estimate.workload import Leaf
+from moelib.planning.hardware.topologies import TopologyShape
 from moelib.planning.hlo.values import COLLECTIVES
 
 # Devices from which on XLA for TPUs scatters the head's gradient by an all-reduce: so compiled for
@@ -38,21 +37,25 @@ class Transfer(NamedTuple):
     result_bytes: float | None = None  # Where the result in the program does not follow from bytes.
 
 
-def weight_transfers(placement: Placement, remat: str, *, is_tpu: bool) -> Iterator[Transfer]:
+def weight_transfers(
+    placement: Placement, remat: str, *, is_tpu: bool, windowed: bool = False
+) -> Iterator[Transfer]:
     """Yields the transfers of parameters and gradients for one micro-batch.
 
     Args:
         placement: A workload on a mesh.
         remat: A name of `Workload.saved`.
         is_tpu: Whether the devices are TPUs.
+        windowed: Whether XLA makes windowed matmuls of dense layers; see `is_windowed`.
     """
     for leaf in placement.work.parameters:
         held = placement.held(leaf) * leaf.compute_itemsize
         if axes := placement.gathered_axes(leaf):
             whole = held * placement.mesh.parts(axes)
-            gathered = whole * leaf.gathered_itemsize / leaf.compute_itemsize
-            times = _num_gathers(placement, leaf, remat, is_tpu)
-            yield Transfer("all-gather", axes, gathered, times)
+            if windowed and _is_dense_matrix(placement, leaf):
+                yield from _windows(placement, leaf, axes, whole, remat)
+                continue
+            yield _gathers(placement, leaf, axes, whole, remat, is_tpu)
             summed = is_tpu and not leaf.in_decoder and placement.mesh.parts(axes) >= _ALL_REDUCED
             if leaf.trained:
                 yield Transfer("all-reduce" if summed else "reduce-scatter", axes, whole)
@@ -63,6 +66,14 @@ def weight_transfers(placement: Placement, remat: str, *, is_tpu: bool) -> Itera
     if (moe := placement.work.moe) is not None and placement.token_axes:
         statistics = _STATISTICS * moe.num_experts * 4
         yield Transfer("all-reduce", placement.token_axes, statistics, moe.num_layers)
+
+
+def _gathers(
+    placement: Placement, leaf: Leaf, axes: tuple[str, ...], whole: float, remat: str, is_tpu: bool
+) -> Transfer:
+    """Returns the gathers of a parameter of `whole` bytes in the dtype of the computation."""
+    gathered = whole * leaf.gathered_itemsize / leaf.compute_itemsize
+    return Transfer("all-gather", axes, gathered, _num_gathers(placement, leaf, remat, is_tpu))
 
 
 def _num_gathers(placement: Placement, leaf: Leaf, remat: str, is_tpu: bool) -> int:
@@ -83,8 +94,63 @@ def _num_gathers(placement: Placement, leaf: Leaf, remat: str, is_tpu: bool) -> 
     return 3 if is_tpu and work.recomputes_matmuls(remat) and not leaf.quantized else 2
 
 
+# -- Windowed matmuls ----------------------------------------------------------------------------
+
+# XLA for TPUs passes on weights in turns, each with a part of a matmul, and the sums of weight
+# gradients, where FSDP over all devices leaves each enough work. Single matmuls compiled for v5e,
+# v5p, v6e and tpu7x: at 8,192 tokens over 4 or 8 v6e they are not windowed, and at 12,288 they are;
+# over 2 or 64 devices of any kind, or 4 v5p, they never are.
+_WINDOWED_DEVICES = (4, 32)
+_WINDOWED_TOKENS_PER_FLOP_PER_SECOND = 10_000 / 918e12
+
+
+def is_windowed(placement: Placement, topology: TopologyShape, tokens: float) -> bool:
+    """Returns whether XLA makes windowed matmuls of dense layers; tokens are those of a device."""
+    chip, n, mesh = topology.accelerator, topology.num_devices, placement.mesh
+    least, most = _WINDOWED_DEVICES
+    enough = _WINDOWED_TOKENS_PER_FLOP_PER_SECOND * chip.flops_per_second
+    return (
+        chip.platform == "tpu"
+        and topology.num_slices == 1
+        and (2 * least if chip.name == "v5p" else least) <= n <= most
+        and mesh.parts(placement.axes.get("embed", ())) == n
+        and tokens * n >= enough
+    )
+
+
 def _is_matrix(leaf: Leaf) -> bool:
     return len(leaf.shape) - ("layers" in leaf.axes) > 1
+
+
+def _is_dense_matrix(placement: Placement, leaf: Leaf) -> bool:
+    cast = leaf.compute_itemsize == placement.work.compute_itemsize  # Routers are not.
+    return leaf.in_decoder and _is_matrix(leaf) and cast and "experts" not in leaf.axes
+
+
+def _windows(
+    placement: Placement, leaf: Leaf, axes: tuple[str, ...], whole: float, remat: str
+) -> Iterator[Transfer]:
+    """Yields the permutes of windowed matmuls, as programs compiled for TPUs have them.
+
+    They pass on one part of n in n - 1 turns over four devices, and two in opposite directions in
+    as many over more. A matmul that is recomputed shares a gather with that of its input's
+    gradient; the last one of a block is not recomputed. Weights in 8 bits are gathered.
+    """
+    n = placement.mesh.parts(axes)
+    part = whole / n
+    turns, of_sums = (n - 1, n + 1) if n == 4 else (2 * n + 1, 2 * n + 1)
+    permutes = lambda turns: Transfer(
+        "collective-permute", axes, part * (n - 1), result_bytes=turns * part
+    )
+    last = leaf.axes[-1] == "embed" and "ffn" in leaf.axes
+    if leaf.quantized:
+        yield _gathers(placement, leaf, axes, whole, remat, is_tpu=True)
+    else:
+        yield permutes(turns)
+        recomputed = placement.work.recomputes_matmuls(remat) and not last
+        yield Transfer("all-gather", axes, whole) if recomputed else permutes(turns)
+    if leaf.trained:
+        yield permutes(of_sums)
 
 
 # -- Activations ---------------------------------------------------------------------------------
@@ -179,11 +245,10 @@ def rank_transfers(placement: Placement, sent: float, filled: float) -> Iterator
         filled: Blocks of a rank, over an even share of all.
     """
     stage, outer = placement.stage_bytes, placement.outer_bytes
-    if placement.num_ranks > 1:
-        yield Transfer("collective-permute", (AXIS,), sent)
-        yield Transfer("all-to-all", (AXIS,), filled * (stage.weights + stage.gradients))
-        yield Transfer("all-gather", (AXIS,), outer.weights)
-        yield Transfer("all-reduce", (AXIS,), outer.gradients)
+    yield Transfer("collective-permute", (AXIS,), sent)
+    yield Transfer("all-to-all", (AXIS,), filled * (stage.weights + stage.gradients))
+    yield Transfer("all-gather", (AXIS,), outer.weights)
+    yield Transfer("all-reduce", (AXIS,), outer.gradients)
 
 
 # -- Folds ---------------------------------------------------------------------------------------

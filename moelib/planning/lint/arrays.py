@@ -41,7 +41,7 @@ def unsplit_activations(step: Step) -> Iterator[Finding]:
         if shape.startswith("(") or values.shape_bytes(shape) < step.thresholds.activation:
             continue
         sizes = values.dimensions(shape)
-        if _has_whole_batch(step, sizes, each.opcode):
+        if _has_whole_batch(step, sizes, each.opcode) and not _has_own_batch(step, sizes):
             yield step.finding(
                 "unsplit activation", "warning", computation, each,
                 advice=f"it contains all {step.facts.batch_parts} parts of the batch; keep it "
@@ -51,23 +51,34 @@ def unsplit_activations(step: Step) -> Iterator[Finding]:
 
 
 def _has_whole_batch(step: Step, sizes: list[int], opcode: str) -> bool:
-    """Returns whether an array has the width of the model, or of logits, for the whole batch.
+    """Returns whether an array begins with the whole batch and its tokens.
 
     A dimension of batch times sequence counts for gathers only: elsewhere a device may have as many
-    rows of its own, those that it sends to several experts. [L, 1, S, D] is one sequence, stacked
-    over layers.
+    rows of its own, those that it sends to several experts.
     """
     facts = step.facts
     real = [size for size in sizes if size > 1]
-    widths = facts.sizes_of("embed") | facts.sizes_of("vocab")
-    if len(real) < 2 or real[-1] not in widths or _is_state(step, real):
+    if len(real) < 2 or _is_split_width(step, real[-1]) or _is_state(step, real):
         return False
+    if len(real) > 2 and real[0] == facts.batch_size:
+        return is_shard([real[1]], [facts.seq_len], facts.mesh)
     gathers = opcode.removesuffix("-start") == "all-gather"
-    if gathers and real[0] == facts.batch_size * facts.seq_len:
-        return True
-    after = sizes[sizes.index(real[0]) + 1]
-    is_batch = len(real) > 2 and after > 1 and real[0] == facts.batch_size
-    return is_batch and is_shard([real[1]], [facts.seq_len], facts.mesh)
+    return gathers and real[0] == facts.batch_size * facts.seq_len
+
+
+def _has_own_batch(step: Step, sizes: list[int]) -> bool:
+    """Returns whether an array is one sequence, stacked over layers or split into heads.
+
+    [L, 1, S, D] and [1, H, S, D] have the sizes of [B, S, D] if B is the number L or H.
+    """
+    first = next(i for i, size in enumerate(sizes) if size > 1)
+    if step.facts.batch_size != step.facts.batch_parts:
+        return False
+    if sizes[first + 1] == 1:
+        return sizes[first] in step.facts.sizes_of("layers")
+    heads = step.facts.sizes_of("heads") | step.facts.sizes_of("kv_heads")
+    is_local = any(is_shard([sizes[first]], [number], step.facts.mesh) for number in heads)
+    return is_local and sizes[-1] not in step.facts.sizes_of("embed")
 
 
 def _is_state(step: Step, real: list[int]) -> bool:
@@ -82,6 +93,12 @@ def _is_state(step: Step, real: list[int]) -> bool:
         if is_shard(real, whole, step.facts.mesh):
             return True
     return False
+
+
+def _is_split_width(step: Step, last: int) -> bool:
+    """Returns whether the last dimension is a part of a model's, split instead of the batch."""
+    widths = step.facts.sizes_of("embed")  # Last dimensions of activations.
+    return last not in widths and last * step.facts.batch_parts in step.facts.sizes_of()
 
 
 def padding(step: Step) -> Iterator[Finding]:

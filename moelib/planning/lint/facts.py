@@ -69,10 +69,10 @@ class Facts:
         """Yields the arrays of the model."""
         return (each for each in self.state if each.path.startswith("model/"))
 
-    def sizes_of(self, axis: str) -> set[int]:
-        """Returns the sizes of a logical axis in parameters."""
+    def sizes_of(self, axis: str | None = None) -> set[int]:
+        """Returns the sizes of a logical axis in parameters; of all dimensions without an axis."""
         pairs = (zip(each.axes, each.shape, strict=True) for each in self.parameters())
-        return {size for each in pairs for name, size in each if name == axis}
+        return {size for each in pairs for name, size in each if axis in (None, name)}
 
 
 def facts_of(trainer: Any, compiler_options: Mapping[str, str] | None = None) -> Facts:

@@ -1,5 +1,6 @@
 """8-bit weights in estimates: what is gathered, held and multiplied in 8 bits."""
 
+import collections
 import dataclasses
 
 import jax
@@ -8,8 +9,11 @@ import pytest
 from moelib.core.param import is_spec
 from moelib.layers.quantization import Quantization
 from moelib.parallel.mesh import mesh_shape_from_axes
+from moelib.planning.estimate.activations import FULL
 from moelib.planning.estimate.candidates import current_candidate, rules_of
 from moelib.planning.estimate.estimate import Estimator
+from moelib.planning.estimate.memory import Placement
+from moelib.planning.estimate.transfers import weight_transfers
 from moelib.planning.hardware.topologies import describe
 from tests.planning import tiny_moe
 
@@ -42,6 +46,26 @@ def test_quantized_weights_are_gathered_and_held_in_8_bits():
     )
     saved = estimate(cfg, wide).links_bytes - quantized.links_bytes
     assert saved >= elements * 7 / 8 > 0  # One byte of each, gathered once at least.
+
+
+def test_8_bit_weights_are_gathered_where_others_are_windowed():
+    found = []
+    for scheme in (None, Quantization.FP8_BLOCK):
+        cfg, work = of_scheme(scheme)
+        dense = [x for x in work.parameters if "ffn" in x.axes]
+        work = dataclasses.replace(work, parameters=tuple(dense))
+        placement = Placement(
+            work, current_candidate(cfg, work, describe("v6e:2x4")), rules_of(cfg)
+        )
+        transfers = weight_transfers(placement, FULL, is_tpu=True, windowed=True)
+        sums = collections.Counter[str]()
+        for each in transfers:
+            sums[each.kind] += each.bytes * each.times
+        found.append((sums, sum(x.size for x in dense)))
+    (plain, num), (quantized, same) = found
+    assert num == same > 0
+    assert quantized["all-gather"] == 2 * num  # Bytes: forward, and recomputed with backward.
+    assert plain["collective-permute"] > quantized["collective-permute"] > 0  # Sums of gradients.
 
 
 def test_float8_units_multiply_where_there_is_one_scale_per_array():

@@ -67,7 +67,7 @@ KERNEL = (
     '%k = f32[8]{0} custom-call(%l), custom_call_target="tpu_custom_call", '
     'metadata={op_name="ragged_dot_general"}'
 )
-STACKED = StateArray("model/w", (16, 1024, 4096), ("layers", "ffn", "embed"), MIB, True, True)
+STACKED = StateArray("w", (16, 1024, 4096), ("layers", "embed", "ffn"), MIB, True, True)
 LAYERS = StateArray("model/w", (4, 2048, 8, 4, 128), (
     "layers", "embed", None, "kv_heads", "head_dim"), MIB, True, True)  # fmt: skip
 FOUR = {"batch_size": 4, "seq_len": 4096, "platform": "cpu"} | _state(LAYERS)
@@ -104,9 +104,9 @@ FOUR = {"batch_size": 4, "seq_len": 4096, "platform": "cpu"} | _state(LAYERS)
         # Stacked weights.
         ("%x = f32[16,1024,4096]{2,1,0} add(%a, %a)", _state(STACKED), None),
         ("%x = f32[16,512,4096]{2,1,0} add(%a, %a)", _state(STACKED), None),
-        ("%x = f32[16,1024,1024]{2,1,0} add(%a, %a)", {}, "unsplit activation"),
-        ("%x = f32[16,2048,4096]{2,1,0} add(%a, %a)", {}, None),  # Not of the model's width.
-        # Layers, or heads, as many as the devices.
+        ("%x = f32[16,1024,4096]{2,1,0} add(%a, %a)", {}, "unsplit activation"),
+        ("%x = f32[16,512,4096]{2,1,0} add(%a, %a)", {}, "unsplit activation"),
+        # Layers and heads as many as the devices.
         ("%x = bf16[4,1,4096,2048]{3,2,1,0} add(%a, %a)", FOUR, None),  # The residual stream.
         ("%x = f32[1,4,8,128,4096]{4,3,2,1,0} add(%a, %a)", FOUR, None),  # Key heads, transposed.
         ("%x = f32[1,4,4096,1024]{3,2,1,0} add(%a, %a)", FOUR, None),
