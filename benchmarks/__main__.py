@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 from benchmarks.sizes import Sizes, check_sizes, describe
-from moelib.core import platforms
-from moelib.core.command_line import flag, run_command
 from moelib.core.errors import UsageError
 from moelib.launch import DeviceFlags
+from moelib.runtime import platforms
+from moelib.runtime.command_line import flag, run_command
 
 BENCHMARKS = ("step", "gmm", "attention", "dispatch", "loss")
 
@@ -51,8 +51,8 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
 
     from benchmarks import cases
     from benchmarks.measure import measure
-    from moelib.core.table import print_table
     from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
+    from moelib.runtime.table import print_table
 
     num_devices = len(jax.devices())
     check_sizes(name, flags, num_devices)

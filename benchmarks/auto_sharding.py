@@ -22,11 +22,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from benchmarks import sharding_models
 from benchmarks.sharding_models import Model
 from moelib.core import tree
-from moelib.core.command_line import flag, run_command
-from moelib.core.table import Table, print_table
 from moelib.parallel.auto_sharding.constrain import constrain_at_use
 from moelib.parallel.auto_sharding.specs import AutoShardings, auto_partition_specs
 from moelib.planning.choose_specs import Candidate, choose_specs
+from moelib.runtime.command_line import flag, run_command
+from moelib.runtime.table import Table, print_table
 
 _AXES = ("fsdp", "model")
 _GRADIENT_MESHES = ((1, 8), (2, 4), (4, 2))

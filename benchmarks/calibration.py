@@ -13,14 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.published_runs import EXCLUDED, PUBLISHED_RUNS, PublishedRun
-from moelib.core.progress import Progress
-from moelib.core.table import Table, to_markdown
 from moelib.layers.quantization import Quantization
 from moelib.planning.estimate.activations import OWN
 from moelib.planning.estimate.candidates import Candidate, Mesh, rules_of
 from moelib.planning.estimate.estimate import BEST, POOR, Estimate, Estimator
 from moelib.planning.estimate.workload import Workload, read_workload
 from moelib.planning.hardware.topologies import describe
+from moelib.runtime.progress import Progress
+from moelib.runtime.table import Table, to_markdown
 
 
 @dataclasses.dataclass(frozen=True)

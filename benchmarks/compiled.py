@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments import gpt_oss, open_models
-from moelib.core.table import Table, print_table
 from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.planning.compiled.in_subprocess import CompileOptions
 from moelib.planning.plan import plan
 from moelib.planning.report.figures import Column, read_columns
+from moelib.runtime.table import Table, print_table
 
 _EXPERIMENTS = pathlib.Path(__file__).parents[1] / "experiments"
 _TOPOLOGY = "v6e:2x2"

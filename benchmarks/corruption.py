@@ -16,9 +16,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from moelib.core.command_line import flag, run_command
 from moelib.core.errors import UsageError, UserError
-from moelib.core.table import Table, print_table
+from moelib.runtime.command_line import flag, run_command
+from moelib.runtime.table import Table, print_table
 
 EXACT, OLDER, ERROR, TRACEBACK, WRONG = OUTCOMES = (
     "exact",

@@ -19,10 +19,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from moelib.core.command_line import flag, run_command
 from moelib.core.errors import UsageError
 from moelib.core.metrics_file import read_metrics
-from moelib.core.table import Table, print_table
+from moelib.runtime.command_line import flag, run_command
+from moelib.runtime.table import Table, print_table
 
 _INTERVAL, _MAX_STEP, _EVALUATE_EVERY = 10, 300, 30  # Steps.
 _INCOMPLETE = ".orbax-checkpoint-tmp"

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.cases import Case
-from moelib.core.table import Table
+from moelib.runtime.table import Table
 
 _MATMUL = "a plain matmul"
 

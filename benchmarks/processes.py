@@ -19,9 +19,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from moelib.core.command_line import flag, no_arguments, run_command
-from moelib.core.table import Table, print_table
 from moelib.launch import DeviceFlags
+from moelib.runtime.command_line import flag, no_arguments, run_command
+from moelib.runtime.table import Table, print_table
 
 _JOBS = ((1, 4), (2, 2), (1, 8), (2, 4), (4, 2))  # Processes, and devices of each.
 _SAVE_EVERY, _MAX_STEP = 10, 30

@@ -14,12 +14,12 @@ import numpy as np
 
 from moelib.core import tree
 from moelib.core.module import functional
-from moelib.core.table import Table, print_table
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.attention.latent import LatentAttention
 from moelib.layers.feed_forward import FeedForward
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.quantization import Quantization
+from moelib.runtime.table import Table, print_table
 
 B, S, D = 2, 256, 512
 LAYERS = {

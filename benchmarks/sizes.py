@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Literal
 
-from moelib.core.command_line import flag
 from moelib.core.errors import UsageError
+from moelib.runtime.command_line import flag
 
 _WITH_EXPERTS = ("step", "gmm", "dispatch")
 _WITH_HEADS = ("step", "attention")

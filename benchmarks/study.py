@@ -24,11 +24,11 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from moelib.core.command_line import flag, no_arguments, run_command
 from moelib.core.errors import UsageError, UserError
-from moelib.core.files import atomic_file, read_json, read_text, write_json
-from moelib.core.progress import format_seconds
-from moelib.core.table import Table, print_table, to_markdown
+from moelib.runtime.command_line import flag, no_arguments, run_command
+from moelib.runtime.files import atomic_file, read_json, read_text, write_json
+from moelib.runtime.progress import format_seconds
+from moelib.runtime.table import Table, print_table, to_markdown
 
 # English text in packages of Debian: a dictionary, glosses, two encyclopedias of computing.
 PACKAGES = {

@@ -12,8 +12,8 @@ import sys
 import tokenize
 from collections.abc import Sequence
 
-from moelib.core.command_line import flag, no_arguments, run_command
-from moelib.core.table import Table, print_table
+from moelib.runtime.command_line import flag, no_arguments, run_command
+from moelib.runtime.table import Table, print_table
 
 _TASKS = pathlib.Path(__file__).parents[1] / "experiments" / "tasks"
 

@@ -15,13 +15,13 @@ from typing import Any
 
 from experiments.flame_moe import DENSE_SIZES, MOE_SIZES, named_trainer_configs
 from moelib.cli import analyze
-from moelib.core.command_line import flag, no_arguments, run_command
 from moelib.core.config_paths import set_at
 from moelib.core.errors import UsageError
 from moelib.core.metrics_file import read_metrics
-from moelib.core.table import Table, print_table
 from moelib.data.lm_input import InputMode
 from moelib.launch import DeviceFlags
+from moelib.runtime.command_line import flag, no_arguments, run_command
+from moelib.runtime.table import Table, print_table
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.routing_log import RoutingEvaler
 from moelib.verify.shrink import shrink

@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 
 from moelib.core.errors import UserError
-from moelib.core.table import Table
+from moelib.runtime.table import Table
 
 _OUTPUTS = "runs", "jobs", "tmp"  # Of the current folder.
 # Names of files and folders at any depth; docker/Dockerfile.dockerignore has them, too.

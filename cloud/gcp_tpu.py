@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.errors import UserError
-from moelib.core.table import print_table
+from moelib.runtime.table import print_table
 
 from .bundle import Bundle, bundle
 from .job import LABEL, Job, check_form

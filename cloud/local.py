@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO
 
 from moelib.core.config import config_class
-from moelib.parallel.cluster import visible_gpus_of_process
+from moelib.runtime.cluster import visible_gpus_of_process
 
 from .job import LOST, Job
 

@@ -27,7 +27,7 @@ from unittest import mock
 
 from benchmarks import __main__ as benchmarks
 from moelib.cli.main import Command, describe_commands, run
-from moelib.core.command_line import describe_flags
+from moelib.runtime.command_line import describe_flags
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 QUOTE = re.compile(

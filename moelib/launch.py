@@ -16,13 +16,14 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from moelib.core import config_parse, config_paths, platforms, storage, trusted_code
-from moelib.core.command_line import flag, no_arguments, run_command
-from moelib.core.compilation_cache import use_compilation_cache
+from moelib.core import config_parse, config_paths, trusted_code
 from moelib.core.config import ConfigBase, config_origin, get_named_trainer_config
 from moelib.core.config_modifier import apply_mesh_rule
 from moelib.core.errors import UsageError, UserError, refuse_single_strings
 from moelib.core.module_names import find_module
+from moelib.runtime import platforms, storage
+from moelib.runtime.command_line import flag, no_arguments, run_command
+from moelib.runtime.compilation_cache import use_compilation_cache
 
 if TYPE_CHECKING:
     from moelib.train.fit import FitResult
@@ -89,7 +90,7 @@ class DeviceFlags:
         """
         import jax
 
-        from moelib.parallel.distributed import initialize_distributed
+        from moelib.runtime.distributed import initialize_distributed
 
         if self.jax_backend is not None:
             platforms.use_backend(self.jax_backend)

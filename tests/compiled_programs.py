@@ -11,7 +11,7 @@ import tempfile
 
 import jax
 
-from moelib.core.compilation_cache import kind_of_processor
+from moelib.runtime.compilation_cache import kind_of_processor
 
 _KEPT = pathlib.Path(__file__).parents[1] / ".cache/jax"
 _MAX_BYTES = 3 << 30

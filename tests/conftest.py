@@ -34,7 +34,7 @@ import jax
 import jaxtyping
 import pytest
 
-from moelib.core import storage
+from moelib.runtime import storage
 from tests import runtime_types
 from tests.compiled_programs import CompiledPrograms
 from tests.limits import Limits

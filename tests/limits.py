@@ -11,7 +11,7 @@ import sys
 import jax
 import pytest
 
-from moelib.core import memory_maps
+from moelib.runtime import memory_maps
 
 _CLEAR_MAPS, _MAX_MAPS = 12_000, 30_000
 _MAX_MEMORY = 3 << 30  # Bytes, on CPUs: the libraries of a GPU alone may take more.

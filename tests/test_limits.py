@@ -8,7 +8,7 @@ import types
 import jax
 import pytest
 
-from moelib.core import memory_maps
+from moelib.runtime import memory_maps
 from tests.compiled_programs import CompiledPrograms
 from tests.limits import Limits
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import pytest
 
-from moelib.core import processes
+from moelib.runtime import processes
 
 _TIMEOUT_SECONDS = 20.0  # For a process that waits for one that has failed.
 

@@ -15,9 +15,9 @@ from safetensors.numpy import save_file
 
 import moelib
 from moelib.core import tree
-from moelib.core.files import write_json
 from moelib.models.huggingface.families import settings_of, tensor_mappings
 from moelib.models.huggingface.tensor_mapping import slices, tensor_shape, to_parameter
+from moelib.runtime.files import write_json
 from moelib.train.loading import load_model
 
 from . import causal_lm

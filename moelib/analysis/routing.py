@@ -18,10 +18,10 @@ import numpy as np
 from moelib.analysis import routing_counts as counts
 from moelib.analysis.placement import replay
 from moelib.analysis.routing_counts import as_json
-from moelib.core import storage
 from moelib.core.errors import UserError
-from moelib.core.files import write_json
 from moelib.core.routing_file import DamagedLogError, RoutingLog, list_logs, log_folder
+from moelib.runtime import storage
+from moelib.runtime.files import write_json
 
 logger = logging.getLogger(__name__)
 

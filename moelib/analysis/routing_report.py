@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from moelib.core.table import Table, to_markdown
+from moelib.runtime.table import Table, to_markdown
 
 _MOST_LINES = 10  # Layers that have a line of their own color and name in a legend.
 _MOST_MAPS = 4  # Layers whose co-activation is shown.
@@ -80,7 +80,7 @@ def plot(path: str, analysis: str, steps: Sequence[int], layers: Mapping[str, An
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    from moelib.core import storage
+    from moelib.runtime import storage
 
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     if analysis == "coactivation":

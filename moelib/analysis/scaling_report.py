@@ -10,8 +10,8 @@ import numpy as np
 from moelib.analysis.figures import save_figure
 from moelib.analysis.isoflop import Interval, IsoFlopFit, group_by_budget
 from moelib.analysis.scaling_laws import COUNTS, NAMES, ScalingAnalysis, ScalingFit
-from moelib.core.files import atomic_file, write_json
-from moelib.core.table import Table, to_markdown
+from moelib.runtime.files import atomic_file, write_json
+from moelib.runtime.table import Table, to_markdown
 
 FILES = ("scaling.json", "scaling.svg", "report.md")
 

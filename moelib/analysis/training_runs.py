@@ -14,8 +14,8 @@ from moelib.checkpoint.contents import newest_record
 from moelib.core import config_parse
 from moelib.core.config_paths import lines
 from moelib.core.errors import UserError
-from moelib.core.files import read_text
 from moelib.core.metrics_file import read_metrics
+from moelib.runtime.files import read_text
 
 VALIDATION = "validation/cross_entropy"
 TRAINING = "mean_loss"  # Mean of the steps since the line before, unlike `cross_entropy`.

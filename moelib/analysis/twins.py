@@ -11,8 +11,8 @@ import numpy as np
 from moelib.analysis.figures import save_figure
 from moelib.analysis.training_runs import LossCurve, TrainingRun, default_metric, read_curve, select
 from moelib.core.errors import UserError
-from moelib.core.files import atomic_file, write_json
-from moelib.core.table import Table, to_markdown
+from moelib.runtime.files import atomic_file, write_json
+from moelib.runtime.table import Table, to_markdown
 
 FILES = ("twins.json", "twins.svg", "report.md")
 

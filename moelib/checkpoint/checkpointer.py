@@ -37,7 +37,7 @@ from moelib.checkpoint.restore import (
     newest_readable,
     restore_checkpoint,
 )
-from moelib.core import storage, tree
+from moelib.core import tree
 from moelib.core.config import (
     REQUIRED,
     InstantiableConfig,
@@ -46,10 +46,11 @@ from moelib.core.config import (
     config_for_function,
 )
 from moelib.core.errors import UserError
-from moelib.core.files import sync_folder
 from moelib.core.module import Module, nowrap
-from moelib.core.processes import agreed, on_process_0
-from moelib.core.versions import library_versions
+from moelib.runtime import storage
+from moelib.runtime.files import sync_folder
+from moelib.runtime.processes import agreed, on_process_0
+from moelib.runtime.versions import library_versions
 
 logger = logging.getLogger(__name__)
 

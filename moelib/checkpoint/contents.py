@@ -10,10 +10,11 @@ import re
 import typing
 from typing import Any, Self
 
-from moelib.core import storage, tree
+from moelib.core import tree
 from moelib.core.config import did_you_mean
 from moelib.core.config_types import fits
 from moelib.core.errors import MissingFileError, UserError
+from moelib.runtime import storage
 
 STEP_PREFIX = "step_"
 RECORD_ITEM = "record"

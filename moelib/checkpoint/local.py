@@ -37,10 +37,11 @@ from moelib.checkpoint.contents import (
     step_path,
 )
 from moelib.checkpoint.restore import Restored, check_restored, first_line, on_all_processes
-from moelib.core import storage, tree
+from moelib.core import tree
 from moelib.core.errors import UserError
-from moelib.core.files import read_json, write_json
-from moelib.core.processes import OtherProcessError, gather_json, on_process_0
+from moelib.runtime import storage
+from moelib.runtime.files import read_json, write_json
+from moelib.runtime.processes import OtherProcessError, gather_json, on_process_0
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,10 @@ import jax
 import numpy as np
 
 from moelib.checkpoint.contents import RECORD_FILE, STATE_ITEM
-from moelib.core import storage, tree
+from moelib.core import tree
 from moelib.core.errors import UserError
-from moelib.core.processes import agreed
+from moelib.runtime import storage
+from moelib.runtime.processes import agreed
 
 _STARTED = "started"
 _CHUNK_BYTES = 256 << 20  # Largest chunk before compression; S3 takes 5 GB in one request.

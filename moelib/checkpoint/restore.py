@@ -20,9 +20,10 @@ from moelib.checkpoint.contents import (
     unreadable,
 )
 from moelib.checkpoint.orbax_messages import silence_orbax
-from moelib.core import storage, tree
+from moelib.core import tree
 from moelib.core.errors import UserError
-from moelib.core.processes import agreed, gather_json
+from moelib.runtime import storage
+from moelib.runtime.processes import agreed, gather_json
 
 logger = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from moelib.core import storage
 from moelib.core.config_types import shortened
 from moelib.core.errors import ExistingFileError, MissingFileError, UserError
-from moelib.core.files import atomic_file, read_json, write_json, writing
+from moelib.runtime import storage
+from moelib.runtime.files import atomic_file, read_json, write_json, writing
 
 logger = logging.getLogger(__name__)
 

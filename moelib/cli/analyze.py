@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from moelib.cli.evaluate import find_steps
-from moelib.core import storage
-from moelib.core.command_line import describe_flags, flag
 from moelib.core.config import did_you_mean
 from moelib.core.errors import UsageError
-from moelib.core.progress import Progress
 from moelib.core.routing_file import RoutingLog, list_data
-from moelib.core.table import print_table
 from moelib.launch import DeviceFlags, import_module
+from moelib.runtime import storage
+from moelib.runtime.command_line import describe_flags, flag
+from moelib.runtime.progress import Progress
+from moelib.runtime.table import print_table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 from moelib import launch
 from moelib.core import config_paths
-from moelib.core.command_line import flag
 from moelib.core.config import named_trainer_configs
 from moelib.core.errors import UsageError
+from moelib.runtime.command_line import flag
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def run(flags: Flags, paths: Sequence[str]) -> None:
     if flags.count:
         print(json.dumps(count(cfg), indent=2))
     elif flags.shardings:
-        from moelib.core.table import print_table
+        from moelib.runtime.table import print_table
         from moelib.train.shardings import shardings_table
 
         if mesh := launch.mesh_of_flags(cfg, flags.mesh, flags.model_shards):

@@ -10,9 +10,9 @@ import os
 from collections.abc import Sequence
 from typing import Literal
 
-from moelib.core.command_line import flag, no_arguments
 from moelib.core.errors import UsageError
 from moelib.launch import import_module
+from moelib.runtime.command_line import flag, no_arguments
 
 _WAYS = (("from_hf", "to"), ("trainer_dir", "to_hf"), ("trainer_dir", "to_safetensors"))
 

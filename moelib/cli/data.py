@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from moelib import launch
-from moelib.core import storage
-from moelib.core.command_line import flag
 from moelib.core.errors import UsageError
+from moelib.runtime import storage
+from moelib.runtime.command_line import flag
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

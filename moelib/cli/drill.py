@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from moelib import launch
-from moelib.core import storage
-from moelib.core.command_line import flag, no_arguments
 from moelib.core.config import config_for_function
-from moelib.core.directory_lock import directory_lock
 from moelib.core.errors import UsageError
 from moelib.core.module_names import find_module
-from moelib.core.progress import Progress
-from moelib.core.table import print_table
+from moelib.runtime import storage
+from moelib.runtime.command_line import flag, no_arguments
+from moelib.runtime.directory_lock import directory_lock
+from moelib.runtime.progress import Progress
+from moelib.runtime.table import print_table
 
 if TYPE_CHECKING:
     from moelib.operations.drill import Outcome, Scenario

@@ -12,10 +12,10 @@ import os
 from collections.abc import Sequence
 
 from moelib.cli.generate import ModelFlags
-from moelib.core import storage
-from moelib.core.command_line import flag, no_arguments
 from moelib.core.errors import UsageError
-from moelib.core.table import print_table
+from moelib.runtime import storage
+from moelib.runtime.command_line import flag, no_arguments
+from moelib.runtime.table import print_table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

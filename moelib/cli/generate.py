@@ -15,11 +15,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from moelib.core.command_line import flag
 from moelib.core.errors import UsageError
-from moelib.core.files import parse_json
-from moelib.core.progress import Progress
 from moelib.launch import DeviceFlags, import_module
+from moelib.runtime.command_line import flag
+from moelib.runtime.files import parse_json
+from moelib.runtime.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

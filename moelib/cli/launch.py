@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from moelib import launch
-from moelib.core import config_parse, storage
-from moelib.core.command_line import describe_flags, flag, no_arguments
+from moelib.core import config_parse
 from moelib.core.config import RequiredFieldMissingError, config_origin, did_you_mean
 from moelib.core.errors import UsageError
 from moelib.core.module_names import find_module
+from moelib.runtime import storage
+from moelib.runtime.command_line import describe_flags, flag, no_arguments
 
 JOBS = {
     "local": "cloud.local:LocalJob",

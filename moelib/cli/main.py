@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import moelib
-from moelib.core import platforms
-from moelib.core.command_line import HELP, TRACEBACK, FlagInfo, describe_flags, run_command
 from moelib.core.config import did_you_mean
+from moelib.runtime import platforms
+from moelib.runtime.command_line import HELP, TRACEBACK, FlagInfo, describe_flags, run_command
 
 # Name: (module, description). The module has a dataclass `Flags` and `run(flags, arguments)`, which
 # raises UserError if a flag or an argument is missing or invalid.

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from moelib import launch
 from moelib.cli.files import check_file
-from moelib.core.command_line import flag, no_arguments
 from moelib.core.errors import UsageError
-from moelib.core.files import write_json
-from moelib.core.table import print_table
+from moelib.runtime.command_line import flag, no_arguments
+from moelib.runtime.files import write_json
+from moelib.runtime.table import print_table
 
 if TYPE_CHECKING:
     from moelib.planning.plan import CompiledStep

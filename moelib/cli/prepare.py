@@ -12,8 +12,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from moelib.core.command_line import flag, no_arguments
 from moelib.core.errors import UsageError
+from moelib.runtime.command_line import flag, no_arguments
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

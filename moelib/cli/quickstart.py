@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from moelib import launch
-from moelib.core.command_line import flag, no_arguments
 from moelib.core.metrics_file import read_metrics
-from moelib.core.table import Table, print_table
+from moelib.runtime.command_line import flag, no_arguments
+from moelib.runtime.table import Table, print_table
 
 SPLITS = {"train": 0.97, "validation": 0.03}
 BPE_BYTES = 8_000_000  # Bytes of text that the tokenizer learns from.

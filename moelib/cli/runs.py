@@ -17,10 +17,10 @@ import threading
 from collections.abc import Sequence
 
 from moelib.cli.files import check_file
-from moelib.core import storage
-from moelib.core.command_line import flag
 from moelib.core.errors import UsageError
-from moelib.core.table import print_table
+from moelib.runtime import storage
+from moelib.runtime.command_line import flag
+from moelib.runtime.table import print_table
 
 _ENDINGS = (".pdf", ".png", ".svg")
 

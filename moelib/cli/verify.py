@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 from moelib import launch
 from moelib.cli.files import check_file
-from moelib.core.command_line import flag, no_arguments
-from moelib.core.compilation_cache import use_compilation_cache
-from moelib.core.table import print_table
+from moelib.runtime.command_line import flag, no_arguments
+from moelib.runtime.compilation_cache import use_compilation_cache
+from moelib.runtime.table import print_table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

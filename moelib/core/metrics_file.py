@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from moelib.core import storage
-from moelib.core.files import parse_json, readable
+from moelib.runtime import storage
+from moelib.runtime.files import parse_json, readable
 
 logger = logging.getLogger(__name__)
 

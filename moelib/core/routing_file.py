@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moelib.core import storage
 from moelib.core.config_types import did_you_mean
 from moelib.core.errors import MissingFileError, UserError
-from moelib.core.files import read_json, write_json
+from moelib.runtime import storage
+from moelib.runtime.files import read_json, write_json
 
 FOLDER = "routing"  # Below the folder of a run.
 FORMAT_VERSION = 1

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from moelib.core.progress import format_bytes
+from moelib.runtime.progress import format_bytes
 
 logger = logging.getLogger(__name__)
 

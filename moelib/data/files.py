@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 
 from moelib.core.config import REQUIRED, config_class
 from moelib.core.errors import MissingFileError, UserError
-from moelib.core.files import readable
 from moelib.data.source import BadRecords, Part, Source
+from moelib.runtime.files import readable
 
 # Bytes of text per part: enough to keep a worker busy, few enough to divide the work evenly.
 _MIN_PART_BYTES = 1 << 19

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 
 from moelib.core.config import REQUIRED, config_class
 from moelib.core.errors import UserError
-from moelib.core.files import readable
 from moelib.data.files import EXPANSION, FileStamp, find_files, part_size
 from moelib.data.source import BadRecordError, BadRecords, Part, Source
+from moelib.runtime.files import readable
 
 ENDINGS = tuple(
     stem + packed for stem in (".jsonl", ".json") for packed in ("", ".gz", ".zst", ".zstd")

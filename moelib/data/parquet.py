@@ -8,9 +8,9 @@ from typing import Any
 
 from moelib.core.config import REQUIRED, config_class
 from moelib.core.errors import UserError
-from moelib.core.files import readable
 from moelib.data.files import FileStamp, find_files, part_size
 from moelib.data.source import BadRecordError, BadRecords, Part, Source
+from moelib.runtime.files import readable
 
 _BUFFER_BYTES = 1 << 20  # Of a column that is read; without a limit, the whole of it.
 _BATCH_ROWS = 64  # Documents that are decompressed at a time; they may be long.

@@ -22,11 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from moelib.core import storage
-from moelib.core.directory_lock import LOCK_FILE, directory_lock
 from moelib.core.errors import ExistingFileError, UserError
-from moelib.core.files import read_json, sync_folder, write_json
-from moelib.core.progress import Progress, format_bytes
 from moelib.data import token_store
 from moelib.data.files import STORE_MARK
 from moelib.data.prepare_part import (
@@ -44,6 +40,10 @@ from moelib.data.source import BadRecords, Part, Source, TextHash, fingerprint
 from moelib.data.store_check import hash_blocks
 from moelib.data.token_store import StoreMeta, TokenStore
 from moelib.data.tokenizer import Tokenizer
+from moelib.runtime import storage
+from moelib.runtime.directory_lock import LOCK_FILE, directory_lock
+from moelib.runtime.files import read_json, sync_folder, write_json
+from moelib.runtime.progress import Progress, format_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from moelib.core.errors import UserError
-from moelib.core.files import read_json, write_json, writing
 from moelib.data import token_store
 from moelib.data.document_pieces import PIECE_BYTES
 from moelib.data.files import check_unchanged
@@ -24,6 +23,7 @@ from moelib.data.store_check import hash_blocks
 from moelib.data.token_source import check_vocabulary
 from moelib.data.token_store import json_digest
 from moelib.data.tokenizer import Tokenizer
+from moelib.runtime.files import read_json, write_json, writing
 
 logger = logging.getLogger(__name__)
 

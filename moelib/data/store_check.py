@@ -4,7 +4,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 
-from moelib.core import storage
+from moelib.runtime import storage
 
 BLOCK_BYTES = 4 << 20  # A block is read and hashed in some 10 ms.
 SAMPLED_BLOCKS = 8  # Largest number of blocks of tokens that opening a store checks.

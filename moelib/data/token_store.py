@@ -34,15 +34,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moelib.core import storage
 from moelib.core.config import REQUIRED, config_class
 from moelib.core.config_types import fits
 from moelib.core.errors import MissingFileError, UserError
-from moelib.core.files import parse_json, readable, write_json
 from moelib.data import store_check
 from moelib.data.hashing import random_uniform
 from moelib.data.token_source import TokenSource
 from moelib.data.tokenizer import FILE_NAME, NoTokenizerError, Tokenizer
+from moelib.runtime import storage
+from moelib.runtime.files import parse_json, readable, write_json
 
 FORMAT = 1
 META = "meta.json"

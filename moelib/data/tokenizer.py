@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moelib.core import storage
 from moelib.core.config import REQUIRED, Configurable, config_class, did_you_mean
 from moelib.core.errors import MissingFileError, UserError
-from moelib.core.files import atomic_file, read_json, write_json
-from moelib.core.progress import format_seconds
 from moelib.data.document_pieces import PIECE_BYTES, encode_in_pieces, is_local
+from moelib.runtime import storage
+from moelib.runtime.files import atomic_file, read_json, write_json
+from moelib.runtime.progress import format_seconds
 
 logger = logging.getLogger(__name__)
 

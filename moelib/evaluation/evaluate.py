@@ -8,17 +8,17 @@ from typing import Any, overload
 
 import jax
 
-from moelib.core import storage
 from moelib.core.errors import ExistingFileError, UserError, refuse_single_strings
 from moelib.core.metrics import Scalars
-from moelib.core.processes import on_process_0
-from moelib.core.progress import Progress
 from moelib.evaluation import report
 from moelib.evaluation.evaluations import Evaluation, Metrics, run_evaluations
 from moelib.evaluation.multiple_choice import FEWSHOT_SEED, task_evaluation
 from moelib.evaluation.perplexity import corpus_evaluation
 from moelib.evaluation.report import Result
 from moelib.evaluation.scoring import BATCH_TOKENS, Scorer
+from moelib.runtime import storage
+from moelib.runtime.processes import on_process_0
+from moelib.runtime.progress import Progress
 from moelib.train.loading import LoadedModel
 from moelib.train.task import Task
 from moelib.train.task_run import Examples, evaluate_task

@@ -17,12 +17,12 @@ from lm_eval.tasks import TaskManager
 
 from moelib.core.config import did_you_mean
 from moelib.core.errors import UserError
-from moelib.core.progress import Progress
 from moelib.evaluation.evaluations import Metric, Metrics
 from moelib.evaluation.perplexity import rolling_windows
 from moelib.evaluation.requests import Request, encode_texts
 from moelib.evaluation.scoring import Score, Scorer
 from moelib.inference.generate import generate
+from moelib.runtime.progress import Progress
 from moelib.train.loading import LoadedModel
 
 logger = logging.getLogger(__name__)

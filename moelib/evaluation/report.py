@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from moelib.core import storage
-from moelib.core.files import atomic_file, write_json
-from moelib.core.table import Table
 from moelib.evaluation.evaluations import Metrics
+from moelib.runtime import storage
+from moelib.runtime.files import atomic_file, write_json
+from moelib.runtime.table import Table
 
 RESULTS_FILE = "results.json"
 

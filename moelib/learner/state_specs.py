@@ -10,8 +10,8 @@ import jax
 
 from moelib.core import tree
 from moelib.core.param import Axes, ParameterSpec, specs_by_path
-from moelib.core.progress import format_bytes
 from moelib.core.tree import Nested
+from moelib.runtime.progress import format_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from moelib.core.config_paths import text_lines
 from moelib.core.errors import UserError
-from moelib.core.files import read_text
 from moelib.core.metrics_file import MetricsReader, read_metrics
-from moelib.core.table import Table
 from moelib.operations.curves import RunMetrics
+from moelib.runtime.files import read_text
+from moelib.runtime.table import Table
 from moelib.train.run_log import CONFIG_FILE
 
 _MAX_VALUES = 1000  # Values of a metric in memory; half are dropped at more.

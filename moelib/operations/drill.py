@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from moelib.core.errors import UserError
-from moelib.core.files import write_json
 from moelib.core.metrics_file import read_metrics
-from moelib.core.table import Table
 from moelib.operations import faults
 from moelib.operations.faults import Fault
+from moelib.runtime.files import write_json
+from moelib.runtime.table import Table
 from moelib.train.bad_steps import SUSPECTED, BadSteps
 from moelib.train.device_check import DeviceCheck
 from moelib.train.run_log import read_events

@@ -113,7 +113,7 @@ class _Batches:
 
 def main(folder: str) -> int:
     """Runs the config of a drill, and returns the exit status."""
-    from moelib.parallel.distributed import initialize_distributed
+    from moelib.runtime.distributed import initialize_distributed
     from moelib.train.fit import fit
 
     path = pathlib.Path(folder)

@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 
 from moelib.core.errors import UserError
-from moelib.core.progress import format_seconds
-from moelib.core.table import Table
+from moelib.runtime.progress import format_seconds
+from moelib.runtime.table import Table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

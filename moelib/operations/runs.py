@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from moelib.core import storage
-from moelib.core.directory_lock import is_locked
 from moelib.core.errors import UserError
 from moelib.core.metrics_file import METRICS_FILE, MetricsReader
-from moelib.core.table import Table
 from moelib.operations.curves import RunMetrics
+from moelib.runtime import storage
+from moelib.runtime.directory_lock import is_locked
+from moelib.runtime.table import Table
 from moelib.train.run_log import CONFIG_FILE, EVENTS_FILE, read_events
 
 logger = logging.getLogger(__name__)

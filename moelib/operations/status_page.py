@@ -24,12 +24,12 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from moelib.core import storage
 from moelib.core.errors import UserError
 from moelib.core.metrics_file import METRICS_FILE, MetricsReader
-from moelib.core.progress import format_seconds
 from moelib.operations.curves import RunMetrics
 from moelib.operations.runs import VALIDATION, describe_run, find_runs, runs_table, seconds_left
+from moelib.runtime import storage
+from moelib.runtime.progress import format_seconds
 from moelib.train.report import EXPERT_HEALTH
 from moelib.train.run_log import CONFIG_FILE, EVENTS_FILE, read_events
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from moelib.core import memory_maps, tree
+from moelib.core import tree
 from moelib.core.config import did_you_mean
 from moelib.core.errors import UserError
 from moelib.core.param import is_spec
@@ -27,6 +27,7 @@ from moelib.planning.hlo import program
 from moelib.planning.report.collectives import collectives_by_axes
 from moelib.planning.report.count import matmul_flops
 from moelib.planning.report.step_report import Collective
+from moelib.runtime import memory_maps
 
 _LOG = logging.getLogger(__name__)
 # Bytes that links carry during the latency of a collective: 3 microseconds at 100 GB/s.

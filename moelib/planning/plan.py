@@ -9,8 +9,6 @@ from typing import Any
 
 from moelib.core.config import ConfigBase
 from moelib.core.errors import UserError
-from moelib.core.progress import Progress
-from moelib.core.table import Table
 from moelib.planning.compiled.in_subprocess import (
     CompileOptions,
     Outcome,
@@ -24,6 +22,8 @@ from moelib.planning.lint.arrays import memory_above_estimate, unscaled_memory
 from moelib.planning.report.figures import Column, figures_table, gib, mib
 from moelib.planning.report.step_report import Finding, StepReport
 from moelib.planning.report.tables import collectives_table, kernels_table
+from moelib.runtime.progress import Progress
+from moelib.runtime.table import Table
 
 _GIB = 2**30
 # Fields of an estimate in JSON.

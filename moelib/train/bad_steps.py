@@ -16,8 +16,8 @@ import jax
 from moelib.core.config import config_class, config_for_function
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
-from moelib.core.processes import on_process_0
 from moelib.learner.transforms import skip_bad_steps
+from moelib.runtime.processes import on_process_0
 from moelib.train.failures import BadStepError, last_good, non_finite_error
 from moelib.train.rewind import course_of
 from moelib.train.run_log import log_event, read_events

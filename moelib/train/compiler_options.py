@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import jax
 
-from moelib.core import memory_maps
 from moelib.core.errors import UserError
+from moelib.runtime import memory_maps
 
 # Without these, an all-gather or a reduce-scatter over the whole torus is an all-reduce of a buffer
 # filled with zeros, or is synchronous: 172,411 MiB of all-reduce in a step of qwen3-30b-a3b on 64

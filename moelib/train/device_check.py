@@ -18,10 +18,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from moelib.checkpoint.checksums import checksum
-from moelib.core import lost_process, tree
+from moelib.core import tree
 from moelib.core.config import config_class
 from moelib.core.errors import UserError
-from moelib.core.processes import gather_json
+from moelib.runtime import lost_process
+from moelib.runtime.processes import gather_json
 from moelib.train.compiler_options import deterministic_options
 from moelib.train.watcher import Watcher
 

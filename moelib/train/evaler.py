@@ -19,11 +19,11 @@ from moelib.core.config import (
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.core.module import Module, nowrap
-from moelib.core.processes import agreed
 from moelib.core.tree import Batch
 from moelib.data.input import Input, State
 from moelib.data.prefetch import HostRows, Prefetcher, host_rows, put_batch, row_sharding
 from moelib.models.causal_lm import CausalLM
+from moelib.runtime.processes import agreed
 from moelib.train.identity import check_inputs
 from moelib.train.metrics import language_metrics, unpack
 from moelib.train.state import batch_sharding

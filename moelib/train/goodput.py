@@ -17,7 +17,7 @@ from moelib.checkpoint.restore import first_line
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.core.metrics_file import read_metrics
-from moelib.core.progress import format_seconds
+from moelib.runtime.progress import format_seconds
 from moelib.train.run_log import read_events
 from moelib.train.watcher import GoBack, Watcher
 

@@ -13,16 +13,17 @@ from typing import Any
 import jax
 
 from moelib.checkpoint.contents import CheckpointRecord
-from moelib.core import storage, tree
+from moelib.core import tree
 from moelib.core.config_parse import parse
 from moelib.core.config_paths import Line, lines, text_lines
 from moelib.core.errors import UserError
-from moelib.core.files import atomic_file, read_json, read_text, write_json
-from moelib.core.processes import gather_json
 from moelib.core.trusted_code import UntrustedNameError
-from moelib.core.versions import library_versions
 from moelib.data.input import Input
 from moelib.parallel.mesh import describe_mesh
+from moelib.runtime import storage
+from moelib.runtime.files import atomic_file, read_json, read_text, write_json
+from moelib.runtime.processes import gather_json
+from moelib.runtime.versions import library_versions
 from moelib.train.run_log import CONFIG_FILE, EVENTS_FILE, log_event, read_events
 from moelib.train.settings import completed
 

@@ -16,12 +16,13 @@ from moelib.checkpoint.restore import (
     restore_checkpoint,
     restore_params_only,
 )
-from moelib.core import storage, tree
+from moelib.core import tree
 from moelib.core.config import REQUIRED, Configurable, Required, config_class, did_you_mean
 from moelib.core.config_paths import text_lines
 from moelib.core.errors import UserError
-from moelib.core.processes import on_process_0
 from moelib.core.tree import Nested
+from moelib.runtime import storage
+from moelib.runtime.processes import on_process_0
 from moelib.train import pretrained
 from moelib.train.rewind import INIT_FROM
 from moelib.train.state import TrainerState, restart_learner

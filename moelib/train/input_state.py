@@ -3,8 +3,8 @@
 from typing import Any
 
 from moelib.core.errors import UserError
-from moelib.core.processes import gather_json
 from moelib.data.prefetch import HostRows
+from moelib.runtime.processes import gather_json
 
 State = dict[str, Any]  # JSON values only.
 

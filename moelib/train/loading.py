@@ -14,9 +14,8 @@ from jax.sharding import Mesh
 from moelib.checkpoint.contents import CheckpointRecord, newest_record
 from moelib.checkpoint.restore import restore_params_only
 from moelib.checkpoint.safetensors import check_sum
-from moelib.core import config_parse, storage, trusted_code
+from moelib.core import config_parse, trusted_code
 from moelib.core.errors import UserError
-from moelib.core.files import read_json
 from moelib.core.param import ParameterSpec, is_spec
 from moelib.core.precision import is_cast
 from moelib.core.tree import Nested
@@ -27,6 +26,8 @@ from moelib.models.causal_lm import CausalLM
 from moelib.models.huggingface.settings import check_setting
 from moelib.parallel import sharding
 from moelib.parallel.mesh import MESH_AXIS_NAMES, create_device_mesh, parse_mesh
+from moelib.runtime import storage
+from moelib.runtime.files import read_json
 from moelib.train import identity, pretrained
 from moelib.train.state import abstract_arrays
 

@@ -21,13 +21,13 @@ from moelib.checkpoint.restore import Restored, first_line
 from moelib.core.config import did_you_mean
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
-from moelib.core.processes import agreed, on_process_0
-from moelib.core.progress import Progress
-from moelib.core.table import Table, print_table
 from moelib.data.input import BatchIterator, Input, changes
 from moelib.data.prefetch import Prefetcher, host_rows, put_batch
 from moelib.data.skip_batches import SKIPPED, SkippingBatches
-from moelib.parallel.distributed import describe_processes
+from moelib.runtime.distributed import describe_processes
+from moelib.runtime.processes import agreed, on_process_0
+from moelib.runtime.progress import Progress
+from moelib.runtime.table import Table, print_table
 from moelib.train import report
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.failures import non_finite_error

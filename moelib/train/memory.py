@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from moelib.core.errors import UserError
 from moelib.core.param import ParameterSpec, is_spec
-from moelib.core.progress import format_bytes
 from moelib.learner.offload import MEMORY_KIND
+from moelib.runtime.progress import format_bytes
 
 
 class InsufficientMemoryError(UserError):

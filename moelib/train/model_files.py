@@ -8,11 +8,11 @@ import logging
 import os
 from typing import Any
 
-from moelib.core import storage
 from moelib.core.errors import UserError
-from moelib.core.files import atomic_file, read_json, write_json
 from moelib.data.input import load_tokenizer
 from moelib.data.tokenizer import FILE_NAME, NoTokenizerError, Tokenizer, read_tokenizer
+from moelib.runtime import storage
+from moelib.runtime.files import atomic_file, read_json, write_json
 from moelib.train.loading import stop_ids_of_model
 from moelib.train.pretrained import CONFIG_FILE, GENERATION_FILE
 

@@ -15,11 +15,8 @@ import numpy as np
 
 from moelib.checkpoint.contents import CheckpointMismatchError
 from moelib.checkpoint.safetensors import TensorFolder, add_sums, write_tensors
-from moelib.core import storage
 from moelib.core.errors import UserError
-from moelib.core.files import copy_file, read_json, write_json
 from moelib.core.param import specs_by_path
-from moelib.core.processes import agreed
 from moelib.core.tree import Nested
 from moelib.data.tokenizer import FILE_NAME, SETTINGS_FILE, Tokenizer
 from moelib.models.causal_lm import CausalLM
@@ -41,6 +38,9 @@ from moelib.models.huggingface.tensors import (
     checkpoint_tensors,
     load_parameters,
 )
+from moelib.runtime import storage
+from moelib.runtime.files import copy_file, read_json, write_json
+from moelib.runtime.processes import agreed
 from moelib.train.state import TrainerState, abstract_arrays
 
 logger = logging.getLogger(__name__)

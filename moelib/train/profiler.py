@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
-from moelib.core import storage
 from moelib.core.config import config_class
 from moelib.core.errors import UserError
+from moelib.runtime import storage
 from moelib.train.watcher import Watcher
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from moelib.core.metrics import Scalars
-from moelib.core.progress import format_seconds
+from moelib.runtime.progress import format_seconds
 
 _SHOWN = (  # (metric, format)
     ("loss", "loss {:.4f}"),

@@ -11,10 +11,10 @@ from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.checkpoint.contents import list_checkpoints, newest_record
 from moelib.checkpoint.object_store import move_checkpoint
 from moelib.checkpoint.restore import find_checkpoints, on_all_processes
-from moelib.core import storage
-from moelib.core.processes import agreed, on_process_0
 from moelib.data.prefetch import HostRows
 from moelib.data.skip_batches import SKIPPED, check_ranges, merged, parse_range
+from moelib.runtime import storage
+from moelib.runtime.processes import agreed, on_process_0
 from moelib.train.identity import check_directory
 from moelib.train.input_state import input_state_of
 from moelib.train.run_log import log_event, read_events

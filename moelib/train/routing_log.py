@@ -24,7 +24,6 @@ from moelib.core import precision
 from moelib.core.config import InstantiableConfig, config_class, config_for_function, did_you_mean
 from moelib.core.errors import MissingFileError, UserError
 from moelib.core.module import functional
-from moelib.core.processes import agreed, gather_json, on_process_0
 from moelib.core.routing_file import (
     LayerSizes,
     RoutingHeader,
@@ -44,6 +43,7 @@ from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.recording import RecordedRouting, recording_routing
 from moelib.models.multi_token_prediction import MULTI_TOKEN
 from moelib.parallel.sharding import current_rules
+from moelib.runtime.processes import agreed, gather_json, on_process_0
 from moelib.train.identity import check_inputs, config_hash
 from moelib.train.settings import completed
 from moelib.train.state import batch_sharding

@@ -4,8 +4,8 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 
-from moelib.core import storage
-from moelib.core.directory_lock import LOCK_FILE, directory_lock
+from moelib.runtime import storage
+from moelib.runtime.directory_lock import LOCK_FILE, directory_lock
 from moelib.train.run_log import CONFIG_FILE
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 
-from moelib.core import storage
 from moelib.core.errors import UserError
-from moelib.core.files import parse_json
+from moelib.runtime import storage
+from moelib.runtime.files import parse_json
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moelib.checkpoint.object_store import check_url
-from moelib.core import storage
 from moelib.core.config import (
     REQUIRED,
     RequiredFieldMissingError,
@@ -19,6 +18,7 @@ from moelib.core.precision import check_float
 from moelib.data.skip_batches import parse_range
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.parallel.sharding import PIPELINE_RULES, SplitError, mesh_axes
+from moelib.runtime import storage
 from moelib.train import gradient_noise
 from moelib.train.goodput import Goodput
 from moelib.train.gradient_noise import NoiseScale

@@ -12,13 +12,13 @@ from moelib.core import tree
 from moelib.core.errors import UserError
 from moelib.core.jaxpr import forward_pass
 from moelib.core.param import ParameterSpec, is_spec
-from moelib.core.progress import format_bytes
-from moelib.core.table import Table
 from moelib.core.tree import Batch
 from moelib.layers.external import ExternalLayer
 from moelib.parallel import sharding
 from moelib.parallel.auto_sharding.specs import ShardingReport, auto_partition_specs
 from moelib.parallel.mesh import describe_mesh
+from moelib.runtime.progress import format_bytes
+from moelib.runtime.table import Table
 from moelib.train.settings import rules_of
 from moelib.train.task import Task
 

@@ -14,12 +14,12 @@ from typing import Any, Literal
 
 import jax
 
-from moelib.core import storage
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.errors import UserError
-from moelib.core.files import atomic_file, parse_json, readable
 from moelib.core.metrics import Scalars
 from moelib.core.module import Module, nowrap
+from moelib.runtime import storage
+from moelib.runtime.files import atomic_file, parse_json, readable
 from moelib.train.tracker import Tracker, TrackerThread
 
 logger = logging.getLogger(__name__)

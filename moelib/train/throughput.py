@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from moelib.core.accelerators import peak_flops_per_second
 from moelib.core.metrics import Scalars
+from moelib.runtime.accelerators import peak_flops_per_second
 
 PARTS = ("input", "step", "checkpoint", "evaluation")
 

@@ -15,13 +15,13 @@ import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from moelib.core import storage
 from moelib.core.config import REQUIRED, Configurable, Required, config_class
 from moelib.core.config_paths import text_lines
 from moelib.core.config_types import cut
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.core.secret import Secret
+from moelib.runtime import storage
 from moelib.train.run_log import log_event, read_events
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,6 @@ from moelib.core.config import (
 from moelib.core.errors import UserError
 from moelib.core.module import Module, nowrap
 from moelib.core.param import is_spec
-from moelib.core.processes import agreed, on_process_0
 from moelib.data.input import Input, batch_spec
 from moelib.data.prefetch import HostRows, host_rows, row_sharding
 from moelib.layers.kernel_backends import kernel_backends, warn_unused_backends
@@ -35,7 +34,6 @@ from moelib.layers.kernel_check import check_kernels
 from moelib.learner.learner import Learner
 from moelib.parallel import sharding
 from moelib.parallel.auto_sharding.specs import ShardingReport
-from moelib.parallel.distributed import check_job
 from moelib.parallel.mesh import (
     MESH_AXIS_NAMES,
     HybridMeshShape,
@@ -45,6 +43,8 @@ from moelib.parallel.mesh import (
     shared_sides,
 )
 from moelib.parallel.pipeline.schedule import Schedule, check_microbatches
+from moelib.runtime.distributed import check_job
+from moelib.runtime.processes import agreed, on_process_0
 from moelib.train import gradient_noise, rewind
 from moelib.train import state as state_lib
 from moelib.train.compiler_options import (

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from moelib.core.table import Table, to_markdown
+from moelib.runtime.table import Table, to_markdown
 from moelib.verify.mesh_checks import MESH_CHECKS
 from moelib.verify.outcome import COMPILED, ONE_DEVICE, Outcome, Status
 from moelib.verify.shrink import Change

@@ -14,9 +14,9 @@ import jax
 
 from moelib.core.config import ConfigBase, did_you_mean
 from moelib.core.errors import UserError
-from moelib.core.progress import Progress
 from moelib.parallel.mesh import describe_mesh
 from moelib.parallel.sharding import SplitError
+from moelib.runtime.progress import Progress
 from moelib.verify.compare import Difference
 from moelib.verify.early_checks import EARLY_CHECKS
 from moelib.verify.mesh_checks import MESH_CHECKS, MeshRun

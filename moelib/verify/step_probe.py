@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from moelib.checkpoint.contents import CheckpointRecord
-from moelib.core import memory_maps, tree
+from moelib.core import tree
 from moelib.core.jaxpr import abstract_parameters, forward_pass, walk
 from moelib.core.tree import Nested
 from moelib.data.prefetch import row_sharding
 from moelib.learner.learner import Learner, LearnerUpdate
+from moelib.runtime import memory_maps
 from moelib.train import metrics
 from moelib.train.state import abstract_state, init_state
 from moelib.train.step import make_train_step

@@ -18,13 +18,13 @@ from benchmarks.published_runs import EXCLUDED, PUBLISHED_RUNS
 from benchmarks.sizes import Sizes, check_sizes, describe
 from experiments.flame_moe import named_trainer_configs
 from moelib.core import tree
-from moelib.core.command_line import run_command
 from moelib.core.errors import UsageError
 from moelib.core.metrics_file import read_metrics
 from moelib.layers.moe.dispatch import SortedDispatcher
 from moelib.layers.moe.layer import MoELayer
 from moelib.models.cost import model_cost
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
+from moelib.runtime.command_line import run_command
 
 SMALL = Sizes(
     batch_size=8, seq_len=16, dim=32, hidden_dim=16, num_experts=8, num_heads=2, num_kv_heads=1

@@ -8,8 +8,9 @@ import s3fs
 from moelib.checkpoint import checkpointer as checkpointer_module
 from moelib.checkpoint import contents, object_store
 from moelib.checkpoint.contents import list_checkpoints, step_path
-from moelib.core import storage, tree
+from moelib.core import tree
 from moelib.core.errors import UserError
+from moelib.runtime import storage
 from tests.checkpoint.small import make, make_state, save, target_of
 from tests.two_processes import run_as_two
 

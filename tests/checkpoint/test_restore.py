@@ -28,7 +28,7 @@ from moelib.checkpoint.restore import (
     restore_checkpoint,
     restore_params_only,
 )
-from moelib.core import processes
+from moelib.runtime import processes
 from tests.checkpoint.small import (
     DAMAGES,
     make_state,

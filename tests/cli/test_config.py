@@ -5,9 +5,9 @@ import pytest
 from experiments import flame_moe
 from moelib.cli import config
 from moelib.core import config_parse
-from moelib.core.command_line import parse_flags
 from moelib.core.config import InvalidConfigNameError
 from moelib.core.errors import UsageError, UserError
+from moelib.runtime.command_line import parse_flags
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import jax
 import pytest
 
 from moelib.cli import evaluate
-from moelib.core.command_line import parse_flags
 from moelib.core.errors import UserError
 from moelib.evaluation import evaluate as evaluation
+from moelib.runtime.command_line import parse_flags
 from tests.train import small_run
 
 

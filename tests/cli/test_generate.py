@@ -7,8 +7,8 @@ import pytest
 
 import moelib
 from moelib.cli import generate
-from moelib.core.command_line import parse_flags
 from moelib.core.errors import UserError
+from moelib.runtime.command_line import parse_flags
 from tests.train import small_run
 
 

@@ -6,11 +6,11 @@ import pathlib
 import pytest
 
 from moelib.cli import plan
-from moelib.core.command_line import parse_flags
 from moelib.core.errors import UserError
 from moelib.planning import plan as plan_lib
 from moelib.planning.compiled.in_subprocess import Outcome
 from moelib.planning.report.step_report import Finding
+from moelib.runtime.command_line import parse_flags
 from tests.planning.report.test_step_report import make_report
 
 MODULE = """

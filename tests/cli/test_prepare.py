@@ -3,10 +3,10 @@
 import pytest
 
 from moelib.cli import prepare
-from moelib.core.command_line import describe_flags, parse_flags
 from moelib.core.errors import UserError
 from moelib.data import corpus_tokenizer, tokenizer
 from moelib.data.token_store import TokenStore
+from moelib.runtime.command_line import describe_flags, parse_flags
 
 
 def run_prepare(**values):

@@ -5,8 +5,8 @@ import os
 import pytest
 
 from moelib.cli import train
-from moelib.core.command_line import parse_flags
 from moelib.core.errors import UsageError, UserError
+from moelib.runtime.command_line import parse_flags
 from tests import tiny
 
 MODULE = """

@@ -5,8 +5,8 @@ import os
 import pytest
 
 from moelib.cli import verify
-from moelib.core.command_line import parse_flags
 from moelib.core.errors import UserError
+from moelib.runtime.command_line import parse_flags
 from moelib.verify.outcome import Outcome, Status
 
 TINY = ("--module=experiments.flame_moe", "--config=flame-moe-tiny")

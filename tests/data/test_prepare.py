@@ -14,7 +14,6 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from moelib.core.config import config_class
-from moelib.core.directory_lock import DirectoryInUseError, directory_lock
 from moelib.core.errors import UserError
 from moelib.data import files, prepare_part
 from moelib.data import prepare as prepare_module
@@ -24,6 +23,7 @@ from moelib.data.prepare import prepare
 from moelib.data.source import BadRecordError, BadRecords, InMemorySource, Part, Source
 from moelib.data.token_store import TokenStore
 from moelib.data.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer, train_bpe
+from moelib.runtime.directory_lock import DirectoryInUseError, directory_lock
 
 TEXTS = [f"Text number {i}, " * (1 + i % 5) for i in range(40)]
 

@@ -256,7 +256,7 @@ def test_tokens_that_a_file_has_lost_are_named(path):
 
 _READER = """
 import os, sys
-from moelib.core.command_line import run_command
+from moelib.runtime.command_line import run_command
 from moelib.data.token_store import TokenStore
 
 def run(flags, arguments):

@@ -12,7 +12,7 @@ from benchmarks import __main__ as benchmarks
 from benchmarks import study
 from docs.generate import ROOT, commands, pages
 from moelib.cli.main import COMMANDS
-from moelib.core.command_line import TRACEBACK, describe_flags, parse_flags
+from moelib.runtime.command_line import TRACEBACK, describe_flags, parse_flags
 from tests import tiny
 from tests.docs import blocks
 from tests.docs.metric_names import NAMES

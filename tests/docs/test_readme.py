@@ -7,7 +7,6 @@ import jax
 import pytest
 
 from moelib import launch
-from moelib.core.command_line import parse_flags
 from moelib.core.config import config_for_function
 from moelib.data.synthetic import SyntheticInput
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
@@ -17,6 +16,7 @@ from moelib.layers.transformer import ScanStack, TransformerLayer
 from moelib.learner.learner import Learner
 from moelib.learner.optimizers import adamw_optimizer
 from moelib.models.causal_lm import CausalLM
+from moelib.runtime.command_line import parse_flags
 from moelib.train.trainer import SpmdTrainer
 from tests.docs import blocks
 

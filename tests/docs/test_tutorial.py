@@ -11,7 +11,7 @@ import pytest
 
 from docs import generate
 from moelib.cli.main import COMMANDS
-from moelib.core.command_line import parse_flags
+from moelib.runtime.command_line import parse_flags
 from tests.docs import blocks
 
 PAGE = "docs/tutorial.md"

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from moelib.core.directory_lock import directory_lock
 from moelib.core.errors import UserError
 from moelib.core.metrics_file import MetricsReader
 from moelib.operations.curves import RunMetrics
 from moelib.operations.runs import list_runs, runs_table, seconds_left
+from moelib.runtime.directory_lock import directory_lock
 from moelib.train.run_log import log_event
 
 

@@ -1,6 +1,6 @@
 """Two described slices of TPUs."""
 
-from moelib.core.platforms import describe_absent_tpus
+from moelib.runtime.platforms import describe_absent_tpus
 
 
 def two_slices():

@@ -5,12 +5,12 @@ import json
 
 import pytest
 
-from moelib.core.accelerators import ACCELERATORS
 from moelib.core.errors import UserError
 from moelib.planning import plan as plan_lib
 from moelib.planning.compiled.in_subprocess import CompileOptions, Outcome
 from moelib.planning.hardware.topologies import topology
 from moelib.planning.plan import plan
+from moelib.runtime.accelerators import ACCELERATORS
 from tests.planning import tiny_moe
 from tests.planning.report.test_step_report import make_report
 

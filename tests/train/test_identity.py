@@ -8,12 +8,12 @@ import pytest
 from moelib.checkpoint.contents import CheckpointRecord
 from moelib.core.config import config_for_function
 from moelib.core.errors import UserError
-from moelib.core.versions import library_versions
 from moelib.layers.moe.dispatch import SortedDispatcher
 from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
 from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
 from moelib.learner import schedules, transforms
 from moelib.learner.moments import MomentFormat
+from moelib.runtime.versions import library_versions
 from moelib.train import identity as identity_lib
 from moelib.train.identity import (
     CONFIG_FILE,

@@ -7,13 +7,13 @@ import pytest
 
 from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.checkpoint.restore import restore_arrays
-from moelib.core import lease, storage
-from moelib.core.directory_lock import DirectoryInUseError, directory_lock
 from moelib.core.errors import UserError
-from moelib.core.files import read_text
 from moelib.data.prepare import prepare
 from moelib.data.source import InMemorySource
 from moelib.data.token_store import TokenStore
+from moelib.runtime import lease, storage
+from moelib.runtime.directory_lock import DirectoryInUseError, directory_lock
+from moelib.runtime.files import read_text
 from moelib.train.convert import from_hugging_face, to_hugging_face
 from moelib.train.loading import load_model
 from moelib.train.run_log import read_events

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from moelib.core.directory_lock import DirectoryInUseError
-from moelib.core.directory_lock import directory_lock as lock
+from moelib.runtime.directory_lock import DirectoryInUseError
+from moelib.runtime.directory_lock import directory_lock as lock
 from moelib.train.fit import fit
 from moelib.train.run_folder import locked_folders
 from moelib.train.run_log import EVENTS_FILE, log_event, read_events

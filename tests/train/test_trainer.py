@@ -21,13 +21,13 @@ from moelib.core import tree
 from moelib.core.config import config_for_function
 from moelib.core.config_parse import parse, set_from_text
 from moelib.core.errors import UserError
-from moelib.core.platforms import GPU_MEMORY_SHARE
 from moelib.data.lm_input import LMInput
 from moelib.data.token_source import InMemoryTokens
 from moelib.learner.transforms import chain
 from moelib.operations.runs import list_runs
 from moelib.parallel.mesh import HybridMeshShape, mesh_shape_from_axes
 from moelib.planning.hardware.topologies import topology
+from moelib.runtime.platforms import GPU_MEMORY_SHARE
 from moelib.train.compiler_options import (
     compile_with,
     default_options,

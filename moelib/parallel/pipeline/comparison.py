@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from moelib.core.config import did_you_mean
 from moelib.core.errors import UserError
-from moelib.core.table import Table
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.parallel.pipeline.timeline import Timeline, simulate
+from moelib.runtime.table import Table
 
 _FOOTNOTES = (
     "Every pass of a chunk takes as long: forward, gradient of inputs, gradient of weights.",

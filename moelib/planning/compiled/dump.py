@@ -12,11 +12,11 @@ from typing import Any
 import jax
 
 from moelib.core.errors import UserError
-from moelib.core.processes import on_process_0
 from moelib.planning.compiled.examine import Step, examine
 from moelib.planning.report.plots import plot_amounts
 from moelib.planning.report.step_report import StepReport
 from moelib.planning.report.tables import memory_by_content, report_text
+from moelib.runtime.processes import on_process_0
 
 
 def make_folder(folder: str) -> pathlib.Path:

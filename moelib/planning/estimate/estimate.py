@@ -15,7 +15,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from moelib.core.accelerators import Accelerator, peak_flops_per_second
 from moelib.parallel import sharding
 from moelib.planning.estimate import transfers
 from moelib.planning.estimate.candidates import Candidate
@@ -23,6 +22,7 @@ from moelib.planning.estimate.links import Links, Traffic
 from moelib.planning.estimate.memory import Placement, at_peak
 from moelib.planning.estimate.pipeline import AXIS, Pipeline, pipeline_of
 from moelib.planning.estimate.workload import Workload
+from moelib.runtime.accelerators import Accelerator, peak_flops_per_second
 
 
 @dataclasses.dataclass(frozen=True)

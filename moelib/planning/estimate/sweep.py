@@ -4,16 +4,16 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from moelib.core.accelerators import ACCELERATORS
 from moelib.core.config import did_you_mean
 from moelib.core.config_types import shortened
 from moelib.core.errors import UserError
-from moelib.core.files import parse_json
 from moelib.parallel.mesh import parse_mesh
 from moelib.planning.estimate.candidates import candidates, current_candidate, rules_of
 from moelib.planning.estimate.estimate import Estimate, Estimator
 from moelib.planning.estimate.workload import read_workload
 from moelib.planning.hardware.topologies import describe
+from moelib.runtime.accelerators import ACCELERATORS
+from moelib.runtime.files import parse_json
 
 
 class Sweep(NamedTuple):

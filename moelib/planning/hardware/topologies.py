@@ -15,12 +15,12 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from moelib.core.accelerators import ACCELERATORS, Accelerator
 from moelib.core.config import did_you_mean
 from moelib.core.config_types import shortened
 from moelib.core.errors import UserError
-from moelib.core.platforms import describe_absent_tpus
 from moelib.planning.hardware import gpu_targets
+from moelib.runtime.accelerators import ACCELERATORS, Accelerator
+from moelib.runtime.platforms import describe_absent_tpus
 
 EXAMPLES = {"tpu": "v6e:2x2", "gpu": "h100:2x8"}
 

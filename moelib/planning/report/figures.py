@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 from moelib.core.config import did_you_mean
 from moelib.core.errors import UsageError
-from moelib.core.files import parse_json
-from moelib.core.table import Table
 from moelib.parallel.mesh import describe_mesh
 from moelib.planning.hlo.values import COLLECTIVES
 from moelib.planning.report.count import OPERATIONS
 from moelib.planning.report.step_report import StepReport
+from moelib.runtime.files import parse_json
+from moelib.runtime.table import Table
 
 
 class Figure(NamedTuple):

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from moelib.core.table import Table, to_markdown
 from moelib.parallel.mesh import describe_mesh
 from moelib.planning.hlo.source import PHASES
 from moelib.planning.report.figures import figures_table
 from moelib.planning.report.step_report import Finding, Row, StepReport
+from moelib.runtime.table import Table, to_markdown
 
 _GIB, _MIB = 2**30, 2**20
 _MAX_SHAPE = 80  # Characters of the shape of a tuple.

@@ -6,7 +6,6 @@ import importlib.util
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from moelib.core.accelerators import ACCELERATORS
 from moelib.core.errors import UserError
 from moelib.parallel.mesh import (
     MESH_AXIS_NAMES,
@@ -18,6 +17,7 @@ from moelib.parallel.mesh import (
 )
 from moelib.planning.hardware import gpu_targets, topologies
 from moelib.planning.hardware.topologies import describe, topology, torus_devices
+from moelib.runtime.accelerators import ACCELERATORS
 
 _GPUS = [name for name, each in ACCELERATORS.items() if each.platform == "gpu"]
 _TPUS = [name for name, each in ACCELERATORS.items() if each.platform == "tpu"]

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import IO
 
-from moelib.core import storage
 from moelib.core.errors import UserError
-from moelib.core.files import writing
-from moelib.core.lease import DirectoryInUseError, lease
+from moelib.runtime import storage
+from moelib.runtime.files import writing
+from moelib.runtime.lease import DirectoryInUseError, lease
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def directory_lock(directory: str, *, setting: str) -> Iterator[Callable[[], Non
 
     Yields a function that raises UserError if the folder was moved, or its lock removed, since.
 
-    A URL gets a lease (moelib.core.lease). On a file system without locks, or a store without
+    A URL gets a lease (moelib.runtime.lease). On a file system without locks, or a store without
     conditional writes, a warning is logged and nothing is locked.
 
     Args:

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 
 from moelib.core.errors import UsageError, UserError
-from moelib.core.lost_process import ended_with_others
-from moelib.core.processes import gather_json
-from moelib.core.versions import library_versions
-from moelib.parallel.cluster import Cluster, find_cluster, gpus_of_process
+from moelib.runtime.cluster import Cluster, find_cluster, gpus_of_process
+from moelib.runtime.lost_process import ended_with_others
+from moelib.runtime.processes import gather_json
+from moelib.runtime.versions import library_versions
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,8 @@ def initialize_distributed(
 ) -> Cluster | None:
     """Connects the processes of this process's job, and returns the job; None for one process.
 
-    Without arguments, the job is found in the environment (`moelib.parallel.cluster`). Processes
-    wait for each other, and end when one of them is lost (`moelib.core.lost_process`). Call it
+    Without arguments, the job is found in the environment (`moelib.runtime.cluster`). Processes
+    wait for each other, and end when one of them is lost (`moelib.runtime.lost_process`). Call it
     before anything computes.
 
     Args:
@@ -83,7 +83,7 @@ def check_job() -> None:
     if not jax.distributed.is_initialized():  # Those of a TPU slice compute without it.
         raise UserError(
             f"{jax.process_count()} processes are not connected, and SIGTERM would lose steps; "
-            "call moelib.parallel.distributed.initialize_distributed() before anything computes."
+            "call moelib.runtime.distributed.initialize_distributed() before anything computes."
         )
     found = gather_json({"host": socket.gethostname(), "devices": jax.local_device_count()})
     first = found[0]

@@ -5,9 +5,9 @@ import contextlib
 
 import pytest
 
-from moelib.core import storage
 from moelib.core.errors import MissingFileError, UserError
-from moelib.core.files import atomic_file, copy_file, read_json, read_text, write_json
+from moelib.runtime import storage
+from moelib.runtime.files import atomic_file, copy_file, read_json, read_text, write_json
 
 
 def test_objects_are_written_as_a_whole_and_listed(s3, tmp_path):

@@ -9,8 +9,8 @@ import shutil
 from collections.abc import Iterator
 from typing import IO, Any
 
-from moelib.core import storage
 from moelib.core.errors import MissingFileError, UserError
+from moelib.runtime import storage
 
 
 @contextlib.contextmanager

@@ -15,8 +15,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 
-from moelib.core import storage
 from moelib.core.errors import UserError
+from moelib.runtime import storage
 
 logger = logging.getLogger(__name__)
 

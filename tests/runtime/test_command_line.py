@@ -8,8 +8,8 @@ from typing import Literal
 
 import pytest
 
-from moelib.core.command_line import describe_flags, flag, no_arguments, parse_flags, run_command
 from moelib.core.errors import UsageError, UserError
+from moelib.runtime.command_line import describe_flags, flag, no_arguments, parse_flags, run_command
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

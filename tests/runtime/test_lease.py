@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from moelib.core import lease as lease_module
-from moelib.core import storage
-from moelib.core.directory_lock import DirectoryInUseError, directory_lock
 from moelib.core.errors import UserError
+from moelib.runtime import lease as lease_module
+from moelib.runtime import storage
+from moelib.runtime.directory_lock import DirectoryInUseError, directory_lock
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 from moelib.core.errors import UserError
-from moelib.core.processes import OtherProcessError, agreed, gather_json, on_process_0
+from moelib.runtime.processes import OtherProcessError, agreed, gather_json, on_process_0
 from tests.two_processes import run_as_two
 
 VALUES = [[1, {"step": 3, "buffer": ""}], [0, None], [1, {"step": 3, "buffer": "aäa"}]]

@@ -7,10 +7,10 @@ import os
 import jax
 import pytest
 
-from moelib.core import memory_maps
-from moelib.core.accelerators import ACCELERATORS, peak_flops_per_second
 from moelib.core.errors import UsageError
-from moelib.core.platforms import check_backend, has_tpu, use_most_gpu_memory
+from moelib.runtime import memory_maps
+from moelib.runtime.accelerators import ACCELERATORS, peak_flops_per_second
+from moelib.runtime.platforms import check_backend, has_tpu, use_most_gpu_memory
 
 
 @pytest.mark.parametrize("name", ["gpu", "tpu"])

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from moelib.core.progress import Progress, format_bytes, format_seconds
-from moelib.core.table import Table, print_table, to_markdown
+from moelib.runtime.progress import Progress, format_bytes, format_seconds
+from moelib.runtime.table import Table, print_table, to_markdown
 
 
 class Terminal(io.StringIO):

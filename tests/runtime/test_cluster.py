@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from moelib.core.errors import UsageError
-from moelib.parallel import cluster
-from moelib.parallel.cluster import Cluster, find_cluster, first_host
+from moelib.runtime import cluster
+from moelib.runtime.cluster import Cluster, find_cluster, first_host
 
 # As SLURM 22.05 sets them: three of four tasks on the first of two hosts.
 SLURM = {

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from moelib.core.errors import UsageError, UserError
-from moelib.core.platforms import has_tpu
+from moelib.runtime.platforms import has_tpu
 
 # Ports of coordinators, above those that Linux gives to outgoing connections (32768 to 60999).
 _FIRST_PORT, _NUM_PORTS = 61440, 4096

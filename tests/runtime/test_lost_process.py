@@ -4,13 +4,13 @@ import socket
 
 import pytest
 
-from moelib.core.lost_process import EXIT_CODE
-from moelib.core.versions import library_versions
+from moelib.runtime.lost_process import EXIT_CODE
+from moelib.runtime.versions import library_versions
 from tests.python_process import finish, free_port, start
 
 _PROGRAM = """
 import os, sys, time
-from moelib.core import lost_process
+from moelib.runtime import lost_process
 from moelib.core.errors import UserError
 
 index, num_processes, port, timeout, end = sys.argv[1:]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from moelib.core.compilation_cache import use_compilation_cache
+from moelib.runtime.compilation_cache import use_compilation_cache
 from tests.python_process import finish, start
 
 SETTINGS = (
@@ -130,7 +130,7 @@ def test_jaxs_own_settings_take_precedence(home, name, value):
 def test_processes_that_start_together_share_the_cache(home):
     code = """
 import jax.numpy as jnp
-from moelib.core.compilation_cache import use_compilation_cache
+from moelib.runtime.compilation_cache import use_compilation_cache
 use_compilation_cache()
 for i in range(5):
     print(jnp.ones(i + 2).sum())

@@ -5,9 +5,9 @@ import logging
 import pytest
 
 from moelib.core.errors import UsageError, UserError
-from moelib.parallel import distributed
-from moelib.parallel.cluster import Cluster, gpus_of_process
 from moelib.parallel.mesh import MESH_AXIS_NAMES, create_device_mesh, mesh_shape_from_axes
+from moelib.runtime import distributed
+from moelib.runtime.cluster import Cluster, gpus_of_process
 
 
 @pytest.mark.parametrize(
