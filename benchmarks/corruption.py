@@ -248,8 +248,8 @@ def export(folder: str) -> Subject:
     import jax
 
     from moelib.data.tokenizer import train_bpe
-    from moelib.models.huggingface.families import read_model
-    from moelib.train.pretrained import save_pretrained
+    from moelib.huggingface.families import read_model
+    from moelib.huggingface.pretrained import save_pretrained
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 300}
     layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
@@ -284,7 +284,7 @@ def _loaded(folder: str, name: str) -> Subject:
     import numpy as np
 
     from moelib.core import tree
-    from moelib.train.loading import load_model
+    from moelib.runs.loading import load_model
 
     def contents(path: str) -> list[Any]:
         found = load_model(os.path.join(path, name))

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moelib.core.errors import UsageError
-from moelib.core.metrics_file import read_metrics
+from moelib.runs.metrics_file import read_metrics
 from moelib.runtime.command_line import flag, run_command
 from moelib.runtime.table import Table, print_table
 
@@ -35,8 +35,8 @@ def named_trainer_configs() -> dict[str, Callable[[], Any]]:
     from moelib.core.config import config_for_function
     from moelib.data.lm_input import InputMode
     from moelib.data.synthetic import SyntheticInput
+    from moelib.huggingface.families import read_model
     from moelib.learner.optimizers import adamw_optimizer
-    from moelib.models.huggingface.families import read_model
     from moelib.train.evaler import SpmdEvaler
     from moelib.train.trainer import SpmdTrainer
 

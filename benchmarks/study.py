@@ -226,7 +226,7 @@ def _folder(flags: Flags, run: Run) -> str:
 
 def is_finished(flags: Flags, run: Run) -> bool:
     """Returns whether a run has taken all of its steps."""
-    from moelib.core.metrics_file import read_metrics
+    from moelib.runs.metrics_file import read_metrics
 
     lines = read_metrics(_folder(flags, run), [METRIC])
     return any(line["step"] >= run.steps for line in lines if METRIC in line)

@@ -1,6 +1,6 @@
 """Trainers of models given by the settings of their config.json on the Hugging Face hub.
 
-`moelib.models.huggingface` reads the settings as it reads a model's folder, so that weights of the
+`moelib.huggingface` reads the settings as it reads a model's folder, so that weights of the
 hub load into these models. Most were trained on data and by recipes that are not public; unless a
 recipe is published, theirs is the standard job of `jobs`.
 """
@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from moelib.core.config import config_for_function
+from moelib.huggingface.families import read_model
 from moelib.layers.feed_forward import FeedForward
 from moelib.layers.initializers import normal
 from moelib.layers.moe.balance import BalanceScope, LoadBalanceLoss
 from moelib.layers.remat import remat
 from moelib.models.causal_lm import CausalLM
-from moelib.models.huggingface.families import read_model
 from moelib.train.trainer import SpmdTrainer
 
 from .jobs import CHIPS, Job, trainer

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from moelib.evaluation.evaluate import evaluate
     from moelib.inference.generate import generate
     from moelib.planning.plan import plan
+    from moelib.runs.loading import load_model
     from moelib.train.fit import fit
-    from moelib.train.loading import load_model
     from moelib.train.task import Task
     from moelib.train.task_run import predict
     from moelib.verify.run import verify_config
@@ -41,7 +41,7 @@ _MODULES = {
     "evaluate": "moelib.evaluation.evaluate",
     "fit": "moelib.train.fit",
     "generate": "moelib.inference.generate",
-    "load_model": "moelib.train.loading",
+    "load_model": "moelib.runs.loading",
     "plan": "moelib.planning.plan",
     "predict": "moelib.train.task_run",
     "verify_config": "moelib.verify.run",

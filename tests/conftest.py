@@ -50,6 +50,7 @@ _CHECKED_FOLDERS = ("kernels", "layers", "models", "test_conftest.py")
 _STANDARD_PROMOTION = (
     "benchmarks",
     "learner",
+    "runs",
     "train",
     "cli",
     "docs",
@@ -68,6 +69,7 @@ _FAST = (
     "cli/test_config.py",
     "cli/test_verify.py",
     "core/*.py",
+    "runtime/*.py",
     "data/test_[!t]*.py",
     "docs/*.py",
     "experiments/test_named_configs.py",

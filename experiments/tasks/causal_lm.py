@@ -22,11 +22,11 @@ from moelib.core.config import config_for_function
 from moelib.core.module import functional
 from moelib.core.param import specs_by_path
 from moelib.data.tokenizer import ByteTokenizer
+from moelib.huggingface.families import read_model
+from moelib.huggingface.pretrained import save_pretrained
 from moelib.learner.optimizers import adamw_optimizer
 from moelib.learner.schedules import cosine
-from moelib.models.huggingface.families import read_model
-from moelib.train.loading import load_model
-from moelib.train.pretrained import save_pretrained
+from moelib.runs.loading import load_model
 
 from .command import run_as_command
 

@@ -15,10 +15,10 @@ from safetensors.numpy import save_file
 
 import moelib
 from moelib.core import tree
-from moelib.models.huggingface.families import settings_of, tensor_mappings
-from moelib.models.huggingface.tensor_mapping import slices, tensor_shape, to_parameter
+from moelib.huggingface.families import settings_of, tensor_mappings
+from moelib.huggingface.tensor_mapping import slices, tensor_shape, to_parameter
+from moelib.runs.loading import load_model
 from moelib.runtime.files import write_json
-from moelib.train.loading import load_model
 
 from . import causal_lm
 from .command import run_as_command

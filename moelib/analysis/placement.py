@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moelib.analysis.routing_counts import Counts, Ids, as_json, coactivation, load_violation
-from moelib.core.routing_file import RoutingLog
+from moelib.runs.routing_file import RoutingLog
 
 Devices = npt.NDArray[np.intp]
 

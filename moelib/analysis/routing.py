@@ -19,7 +19,7 @@ from moelib.analysis import routing_counts as counts
 from moelib.analysis.placement import replay
 from moelib.analysis.routing_counts import as_json
 from moelib.core.errors import UserError
-from moelib.core.routing_file import DamagedLogError, RoutingLog, list_logs, log_folder
+from moelib.runs.routing_file import DamagedLogError, RoutingLog, list_logs, log_folder
 from moelib.runtime import storage
 from moelib.runtime.files import write_json
 

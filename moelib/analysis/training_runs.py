@@ -14,7 +14,7 @@ from moelib.checkpoint.contents import newest_record
 from moelib.core import config_parse
 from moelib.core.config_paths import lines
 from moelib.core.errors import UserError
-from moelib.core.metrics_file import read_metrics
+from moelib.runs.metrics_file import read_metrics
 from moelib.runtime.files import read_text
 
 VALIDATION = "validation/cross_entropy"

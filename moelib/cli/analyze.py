@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from moelib.cli.evaluate import find_steps
 from moelib.core.config import did_you_mean
 from moelib.core.errors import UsageError
-from moelib.core.routing_file import RoutingLog, list_data
 from moelib.launch import DeviceFlags, import_module
+from moelib.runs.routing_file import RoutingLog, list_data
 from moelib.runtime import storage
 from moelib.runtime.command_line import describe_flags, flag
 from moelib.runtime.progress import Progress
@@ -112,8 +112,8 @@ def routing(flags: Flags, folders: Sequence[str]) -> list[str]:
     import jax
 
     from moelib.analysis.routing import analyze, open_logs, write_analysis
+    from moelib.runs.loading import as_mesh
     from moelib.train.checkpoint_routing import expected_steps, write_missing_logs
-    from moelib.train.loading import as_mesh
 
     wanted = None if flags.steps == "all" else _numbers("steps", flags.steps.split(","), int)
     as_mesh(flags.mesh)  # Raises if it is wrong, although no log may be missing.

@@ -57,8 +57,8 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
             "set --from_hf and --to, or --trainer_dir and one of --to_hf and --to_safetensors; "
             f"found {found}."
         )
+    from moelib.runs.loading import as_mesh
     from moelib.train import convert
-    from moelib.train.loading import as_mesh
 
     if flags.module:
         import_module(flags.module)

@@ -89,8 +89,8 @@ def show(flags: Flags, cfg: Any, first: int, stop: int) -> str:
 def _skipped(cfg: Any, trainer_dir: str | None) -> list[list[int]]:
     """Returns the ranges of batches that a config and its run skip."""
     from moelib.data.skip_batches import merged
-    from moelib.train.rewind import course_of, ranges_to_skip
-    from moelib.train.run_log import CONFIG_FILE, read_events
+    from moelib.runs.course import course_of, ranges_to_skip
+    from moelib.runs.run_log import CONFIG_FILE, read_events
 
     if trainer_dir is None:
         return ranges_to_skip(cfg, [], None)

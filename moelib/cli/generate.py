@@ -48,7 +48,7 @@ class ModelFlags(DeviceFlags):
         """Returns the model. Raises UserError."""
         folder = self.folder
         self.set_up()
-        from moelib.train.loading import load_model
+        from moelib.runs.loading import load_model
 
         if self.module:
             import_module(self.module)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from moelib import launch
-from moelib.core.metrics_file import read_metrics
+from moelib.runs.metrics_file import read_metrics
 from moelib.runtime.command_line import flag, no_arguments
 from moelib.runtime.table import Table, print_table
 
@@ -132,7 +132,7 @@ def unigram_bits_per_byte(train: Any, validation: Any) -> float:
 def _sample(run_dir: str, prompt: str) -> None:
     """Prints how the trained model continues a prompt."""
     from moelib.cli.generate import stream_text
-    from moelib.train.loading import load_model
+    from moelib.runs.loading import load_model
 
     model = load_model(run_dir)
     print(f"\nA sample, after {prompt!r}:\n")

@@ -16,10 +16,10 @@ from moelib.evaluation.multiple_choice import FEWSHOT_SEED, task_evaluation
 from moelib.evaluation.perplexity import corpus_evaluation
 from moelib.evaluation.report import Result
 from moelib.evaluation.scoring import BATCH_TOKENS, Scorer
+from moelib.runs.loading import LoadedModel
 from moelib.runtime import storage
 from moelib.runtime.processes import on_process_0
 from moelib.runtime.progress import Progress
-from moelib.train.loading import LoadedModel
 from moelib.train.task import Task
 from moelib.train.task_run import Examples, evaluate_task
 

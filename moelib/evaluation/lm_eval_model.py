@@ -22,8 +22,8 @@ from moelib.evaluation.perplexity import rolling_windows
 from moelib.evaluation.requests import Request, encode_texts
 from moelib.evaluation.scoring import Score, Scorer
 from moelib.inference.generate import generate
+from moelib.runs.loading import LoadedModel
 from moelib.runtime.progress import Progress
-from moelib.train.loading import LoadedModel
 
 logger = logging.getLogger(__name__)
 

@@ -121,7 +121,7 @@ def generate(
             print(completion.text)
 
     Args:
-        model: A `moelib.train.loading.LoadedModel`, from `moelib.load_model`.
+        model: A `moelib.runs.loading.LoadedModel`, from `moelib.load_model`.
         prompts: Texts to continue, or their token ids.
         stop: Strings that end a text and are not part of it.
         seeds: A seed per prompt, instead of the one of the settings.

@@ -3,8 +3,8 @@
 The first of these that names a backend for the kernel decides:
 
 1. The argument `backend` of the kernel's entry.
-2. `use_backends({"gmm": "xla"})`, the innermost context first. The trainer enters one with its
-   field `kernel_backends`.
+2. `kernel_backends({"gmm": "xla"})`, the innermost context first. The trainer enters one with its
+   field of this name.
 3. The environment variable MOELIB_KERNEL_BACKEND, such as `gmm=xla,flash_attention=cudnn`.
 4. The kernel's default for the device that the program is compiled for.
 
@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
+from moelib.core.errors import UserError
+
 ENVIRONMENT = "MOELIB_KERNEL_BACKEND"
 
 # `reference` is the definition, dense and slow; `xla` runs everywhere.
@@ -37,10 +39,6 @@ _INTERPRETED = ("tpu", "gpu")  # Pallas kernels, which CPUs interpret, for tests
 _logger = logging.getLogger(__name__)
 _context = jax.make_user_context(())  # ((kernel, backend), ...)
 _traced: dict[str, str] = {}  # The backend of each kernel when it was last traced.
-
-
-class BackendError(ValueError):
-    """An unknown kernel or backend, or a backend that cannot compute what it is asked for."""
 
 
 class Device(NamedTuple):
@@ -68,16 +66,20 @@ def current_device() -> Device:
 
 
 @contextlib.contextmanager
-def use_backends(backends: Mapping[str, str | None]) -> Iterator[None]:
-    """Sets the backends of the kernels named, inside the context; other kernels keep theirs.
+def kernel_backends(backends: Mapping[str, str | None] | None = None) -> Iterator[None]:
+    """Sets the backends of the kernels named for what is traced inside, over the environment's.
 
-    None stands for the default of the device, whatever the environment says.
+    Args:
+        backends: Backend by kernel, both as in `BACKENDS`, or None for the default of the device,
+            whatever the environment says; other kernels keep theirs.
 
     Raises:
-        BackendError: If a kernel or a backend is unknown; names the known ones.
+        UserError: If a kernel or a backend is unknown, here or in MOELIB_KERNEL_BACKEND; names the
+            known ones.
     """
-    _check(backends, f"kernel_backends={dict(backends)}: ")
-    with _context(tuple({**dict(_context.value), **backends}.items())):
+    backends_of_environment()
+    _check(backends or {}, f"kernel_backends={dict(backends or {})}: ")
+    with _context(tuple({**dict(_context.value), **(backends or {})}.items())):
         yield
 
 
@@ -85,7 +87,7 @@ def chosen_backend(kernel: str, argument: str | None = None) -> str | None:
     """Returns the backend that is set for a kernel, or None for the device's default.
 
     Raises:
-        BackendError: If the argument `backend` of the kernel's entry, or the environment, names an
+        UserError: If the argument `backend` of the kernel's entry, or the environment, names an
             unknown one.
     """
     environment = backends_of_environment()
@@ -102,7 +104,7 @@ def backends_of_environment() -> Mapping[str, str]:
     """Returns the backends that MOELIB_KERNEL_BACKEND sets, by kernel.
 
     Raises:
-        BackendError: If it is malformed, or names an unknown kernel or backend.
+        UserError: If it is malformed, or names an unknown kernel or backend.
     """
     return _parsed(os.environ.get(ENVIRONMENT, ""))
 
@@ -111,7 +113,7 @@ def backends_of_environment() -> Mapping[str, str]:
 def _parsed(text: str) -> Mapping[str, str]:
     pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
     if any(not equals for _, equals, _ in pairs):
-        raise BackendError(
+        raise UserError(
             f"{ENVIRONMENT}={text}: set kernel=backend pairs joined by commas, such as "
             "gmm=xla,flash_attention=cudnn."
         )
@@ -124,15 +126,25 @@ def _check(backends: Mapping[str, str | None], source: str = "") -> None:
     for kernel, backend in backends.items():
         if kernel not in BACKENDS:
             known = ", ".join(BACKENDS)
-            raise BackendError(f"{source}unknown kernel {kernel!r}; the kernels are {known}.")
+            raise UserError(f"{source}unknown kernel {kernel!r}; the kernels are {known}.")
         if backend is not None and backend not in BACKENDS[kernel]:
             known = ", ".join(BACKENDS[kernel])
-            raise BackendError(f"{source}{kernel} has no backend {backend!r}; it has {known}.")
+            raise UserError(f"{source}{kernel} has no backend {backend!r}; it has {known}.")
 
 
 def traced_backends() -> Mapping[str, str]:
     """Returns the backend of each kernel when it was last traced, for reports."""
     return dict(_traced)
+
+
+def warn_unused_backends(backends: Mapping[str, str]) -> None:
+    """Logs a warning for each kernel that a backend is set for and that nothing has traced."""
+    for kernel in backends.keys() - _traced.keys():
+        _logger.warning(
+            "kernel_backends[%r] is %r, but no layer uses this kernel; remove it.",
+            kernel,
+            backends[kernel],
+        )
 
 
 def how_to_set(kernel: str, backend: str) -> str:
@@ -176,7 +188,7 @@ def run(
         *operands: Trees of arrays.
 
     Raises:
-        BackendError: If the backend cannot take the operands, is for another platform, or has no
+        UserError: If the backend cannot take the operands, is for another platform, or has no
             such form.
     """
     device = current_device()
@@ -184,16 +196,14 @@ def run(
         return _run_default(kernel, forms, reasons, device, *operands)
     or_xla = how_to_set(kernel, "xla")
     if backend not in forms:
-        raise BackendError(f"{kernel}: backend {backend!r} cannot compute this part; {or_xla}.")
+        raise UserError(f"{kernel}: backend {backend!r} cannot compute this part; {or_xla}.")
     if reason := reasons.get(backend):
-        raise BackendError(f"{kernel}: backend {backend!r} {reason} Or {or_xla}.")
+        raise UserError(f"{kernel}: backend {backend!r} {reason} Or {or_xla}.")
     _traced[kernel] = backend
     if device.platform == "cpu" and backend in _INTERPRETED:
         return forms[backend](*operands, interpret=True)
     if device.platform != _PLATFORM.get(backend, device.platform):
-        raise BackendError(
-            f"{kernel}: backend {backend!r} does not run on {device.kind}; {or_xla}."
-        )
+        raise UserError(f"{kernel}: backend {backend!r} does not run on {device.kind}; {or_xla}.")
     return forms[backend](*operands)
 
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from moelib.core.config_paths import text_lines
 from moelib.core.errors import UserError
-from moelib.core.metrics_file import MetricsReader, read_metrics
 from moelib.operations.curves import RunMetrics
+from moelib.runs.metrics_file import MetricsReader, read_metrics
+from moelib.runs.run_log import CONFIG_FILE
 from moelib.runtime.files import read_text
 from moelib.runtime.table import Table
-from moelib.train.run_log import CONFIG_FILE
 
 _MAX_VALUES = 1000  # Values of a metric in memory; half are dropped at more.
 
@@ -28,7 +28,7 @@ def config_differences(runs: Sequence[str]) -> dict[str, tuple[bool, list[str | 
     Raises:
         UserError: If a config.txt is missing or cannot be read.
     """
-    from moelib.train.identity import identity
+    from moelib.runs.identity import identity
 
     texts = [read_text(os.path.join(run, CONFIG_FILE)) for run in runs]
     values = list(map(text_lines, texts))

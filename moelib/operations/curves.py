@@ -4,7 +4,7 @@ import math
 import re
 from typing import Any
 
-from moelib.core.metrics_file import MetricsReader
+from moelib.runs.metrics_file import MetricsReader
 
 
 class Curve:

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from moelib.core.errors import UserError
-from moelib.core.metrics_file import read_metrics
 from moelib.operations import faults
 from moelib.operations.faults import Fault
+from moelib.runs.metrics_file import read_metrics
+from moelib.runs.run_log import read_events
 from moelib.runtime.files import write_json
 from moelib.runtime.table import Table
-from moelib.train.bad_steps import SUSPECTED, BadSteps
-from moelib.train.device_check import DeviceCheck
-from moelib.train.run_log import read_events
+from moelib.train.watchers.bad_steps import SUSPECTED, BadSteps
+from moelib.train.watchers.device_check import DeviceCheck
 
 _KILLS_PER_RUN = 4
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from moelib.core.errors import UserError
-from moelib.core.metrics_file import METRICS_FILE, MetricsReader
 from moelib.operations.curves import RunMetrics
+from moelib.runs.metrics_file import METRICS_FILE, MetricsReader
+from moelib.runs.run_log import CONFIG_FILE, EVENTS_FILE, read_events
 from moelib.runtime import storage
 from moelib.runtime.directory_lock import is_locked
 from moelib.runtime.table import Table
-from moelib.train.run_log import CONFIG_FILE, EVENTS_FILE, read_events
 
 logger = logging.getLogger(__name__)
 

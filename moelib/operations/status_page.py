@@ -25,13 +25,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from moelib.core.errors import UserError
-from moelib.core.metrics_file import METRICS_FILE, MetricsReader
 from moelib.operations.curves import RunMetrics
 from moelib.operations.runs import VALIDATION, describe_run, find_runs, runs_table, seconds_left
+from moelib.runs.metrics_file import METRICS_FILE, MetricsReader
+from moelib.runs.run_log import CONFIG_FILE, EVENTS_FILE, read_events
 from moelib.runtime import storage
 from moelib.runtime.progress import format_seconds
 from moelib.train.report import EXPERT_HEALTH
-from moelib.train.run_log import CONFIG_FILE, EVENTS_FILE, read_events
 
 logger = logging.getLogger(__name__)
 

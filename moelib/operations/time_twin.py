@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from moelib.core.errors import UserError
-from moelib.core.metrics_file import read_metrics
 from moelib.data.synthetic import SyntheticInput
 from moelib.models.dense_twin import DenseTwin, dense_twin
+from moelib.runs.metrics_file import read_metrics
 from moelib.train.fit import fit
 
 logger = logging.getLogger(__name__)

@@ -11,11 +11,13 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from moelib.core import tree
 from moelib.core.config import did_you_mean
 from moelib.core.errors import UserError
+from moelib.core.jaxpr import abstract_parameters
 from moelib.core.param import ParameterSpec, is_spec
 from moelib.parallel.mesh import MESH_AXIS_NAMES, describe_mesh
 
@@ -248,6 +250,21 @@ def named_shardings(specs: Any, mesh: jax.sharding.Mesh) -> Any:
 
 
 # -- The current mesh ----------------------------------------------------------------------------
+
+
+def abstract_state(specs: Any, shardings: Any) -> Any:
+    """Returns a `jax.ShapeDtypeStruct` with its sharding for each spec."""
+    struct = lambda spec, sharding: jax.ShapeDtypeStruct(
+        spec.shape, jnp.dtype(spec.dtype), sharding=sharding
+    )
+    return jax.tree.map(struct, specs, shardings, is_leaf=is_spec)
+
+
+def abstract_arrays(specs: Any, mesh: jax.sharding.Mesh | None) -> Any:
+    """Returns a `jax.ShapeDtypeStruct` for each spec, with its sharding if there is a mesh."""
+    if mesh is None:
+        return abstract_parameters(specs)
+    return abstract_state(specs, named_shardings(specs, mesh))
 
 
 def current_mesh() -> jax.sharding.AbstractMesh | None:

@@ -86,7 +86,8 @@ class Accelerator:
 # missing: libtpu describes two devices per chip where a run has one.
 #
 # GPU: NVIDIA's data sheets (SXM). HBM is what a process takes, 92% of the memory in XLA's own
-# description of the GPU; see runtime/platforms.py. Network: 400 Gb/s InfiniBand per GPU, 200 for A100.
+# description of the GPU; see runtime/platforms.py. Network: 400 Gb/s InfiniBand per GPU, 200 for
+# A100.
 #
 # Prices are public on-demand list prices in US regions, of whole machines divided by their devices.
 # They change and are negotiable: `moelib plan --prices` replaces them.

@@ -14,11 +14,11 @@ from moelib.checkpoint.restore import first_line
 from moelib.core.config import config_for_function
 from moelib.core.config_parse import parse
 from moelib.core.errors import MissingFileError, UserError
-from moelib.core.routing_file import RoutingLog, list_data, list_logs, log_folder
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
-from moelib.train.identity import config_hash, saved_config
-from moelib.train.loading import as_mesh, load_model
-from moelib.train.model_files import check_tokenizers
+from moelib.runs.identity import config_hash, saved_config
+from moelib.runs.loading import as_mesh, load_model
+from moelib.runs.model_files import check_tokenizers
+from moelib.runs.routing_file import RoutingLog, list_data, list_logs, log_folder
 from moelib.train.routing_log import RoutingEvaler, is_complete
 from moelib.train.settings import completed
 

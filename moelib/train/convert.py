@@ -17,11 +17,17 @@ from moelib.checkpoint.safetensors import (
     write_tensors,
 )
 from moelib.core.errors import UserError
+from moelib.huggingface.pretrained import (
+    FILES,
+    copy_files,
+    load_pretrained,
+    read_config,
+    save_pretrained,
+)
+from moelib.runs.identity import CONFIG_FILE
+from moelib.runs.loading import load_model, stop_ids_of_model, tokenizer_of_model
 from moelib.runtime import storage
 from moelib.runtime.files import atomic_file, read_json, write_json
-from moelib.train.identity import CONFIG_FILE
-from moelib.train.loading import load_model, stop_ids_of_model, tokenizer_of_model
-from moelib.train.pretrained import FILES, copy_files, load_pretrained, read_config, save_pretrained
 from moelib.train.trainer import SpmdTrainer
 
 

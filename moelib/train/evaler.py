@@ -23,8 +23,8 @@ from moelib.core.tree import Batch
 from moelib.data.input import Input, State
 from moelib.data.prefetch import HostRows, Prefetcher, host_rows, put_batch, row_sharding
 from moelib.models.causal_lm import CausalLM
+from moelib.runs.identity import check_inputs
 from moelib.runtime.processes import agreed
-from moelib.train.identity import check_inputs
 from moelib.train.metrics import language_metrics, unpack
 from moelib.train.state import batch_sharding
 from moelib.train.step import make_eval_step

@@ -21,10 +21,10 @@ from moelib.core.config import REQUIRED, Configurable, Required, config_class, d
 from moelib.core.config_paths import text_lines
 from moelib.core.errors import UserError
 from moelib.core.tree import Nested
+from moelib.huggingface import pretrained
+from moelib.runs.course import INIT_FROM
 from moelib.runtime import storage
 from moelib.runtime.processes import on_process_0
-from moelib.train import pretrained
-from moelib.train.rewind import INIT_FROM
 from moelib.train.state import TrainerState, restart_learner
 
 
@@ -98,8 +98,8 @@ class InitFrom(Configurable):
         if not storage.exists(checkpoints) and storage.exists(f"{folder}/{pretrained.CONFIG_FILE}"):
             if at or cfg.rules or cfg.state == "all":
                 raise UserError(f"init_from.run={cfg.run!r} is no run; set it alone.")
-            state = pretrained.state_from_hugging_face(state, folder, model, cfg.ignore_settings)
-            return Start(restart_learner(state, learner), None, origin)
+            params = pretrained.replaced_parameters(state.model, folder, model, cfg.ignore_settings)
+            return Start(restart_learner(state._replace(model=params), learner), None, origin)
         if step is None:
             found = find_checkpoints(checkpoints, int(at) if at.isdigit() else None, required=True)
             step = origin["step"] = max(found) if at != "best" else _best(checkpoints, max(found))

@@ -24,6 +24,9 @@ from moelib.core.metrics import Scalars
 from moelib.data.input import BatchIterator, Input, changes
 from moelib.data.prefetch import Prefetcher, host_rows, put_batch
 from moelib.data.skip_batches import SKIPPED, SkippingBatches
+from moelib.runs.identity import check_inputs
+from moelib.runs.run_log import CONFIG_FILE, note_event
+from moelib.runs.summary_writer import SummaryWriter
 from moelib.runtime.distributed import describe_processes
 from moelib.runtime.processes import agreed, on_process_0
 from moelib.runtime.progress import Progress
@@ -31,12 +34,8 @@ from moelib.runtime.table import Table, print_table
 from moelib.train import report
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.failures import non_finite_error
-from moelib.train.identity import check_inputs
-from moelib.train.metrics import PackedMetrics, language_metrics, unpack
-from moelib.train.run_log import CONFIG_FILE, note_event
+from moelib.train.metrics import NON_FINITE, PackedMetrics, language_metrics, unpack
 from moelib.train.signals import StopRequest, ended_by_sigterm
-from moelib.train.step import NON_FINITE
-from moelib.train.summary_writer import SummaryWriter
 from moelib.train.throughput import Throughput
 from moelib.train.watcher import Activity, Watcher
 

@@ -16,6 +16,8 @@ from moelib.core import tree
 from moelib.core.context import is_aux_loss
 from moelib.core.metrics import Metric, Scalars, WeightedScalar, is_metric, weighted
 
+NON_FINITE = "non_finite"  # Metric: 1 if training cannot continue from the state, else 0.
+
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["vector"], meta_fields=["layout"])
 @dataclasses.dataclass(frozen=True)

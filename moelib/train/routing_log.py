@@ -24,7 +24,16 @@ from moelib.core import precision
 from moelib.core.config import InstantiableConfig, config_class, config_for_function, did_you_mean
 from moelib.core.errors import MissingFileError, UserError
 from moelib.core.module import functional
-from moelib.core.routing_file import (
+from moelib.core.tree import Nested
+from moelib.data.input import Input
+from moelib.data.prefetch import Prefetcher, host_rows, put_batch, row_sharding
+from moelib.layers.base import BaseLayer
+from moelib.layers.moe.layer import MoELayer
+from moelib.layers.moe.recording import RecordedRouting, recording_routing
+from moelib.models.multi_token_prediction import MULTI_TOKEN
+from moelib.parallel.sharding import current_rules
+from moelib.runs.identity import check_inputs, config_hash
+from moelib.runs.routing_file import (
     LayerSizes,
     RoutingHeader,
     RoutingLog,
@@ -35,16 +44,7 @@ from moelib.core.routing_file import (
     write_header,
     write_part,
 )
-from moelib.core.tree import Nested
-from moelib.data.input import Input
-from moelib.data.prefetch import Prefetcher, host_rows, put_batch, row_sharding
-from moelib.layers.base import BaseLayer
-from moelib.layers.moe.layer import MoELayer
-from moelib.layers.moe.recording import RecordedRouting, recording_routing
-from moelib.models.multi_token_prediction import MULTI_TOKEN
-from moelib.parallel.sharding import current_rules
 from moelib.runtime.processes import agreed, gather_json, on_process_0
-from moelib.train.identity import check_inputs, config_hash
 from moelib.train.settings import completed
 from moelib.train.state import batch_sharding
 from moelib.train.watcher import Watcher
@@ -59,7 +59,7 @@ class RoutingLogError(UserError):
 class RoutingEvaler(Watcher):
     """Writes the routing of the first batches of an evaler's data, at steps that a policy selects.
 
-    A log is a folder of `moelib.core.routing_file`. MoE layers of multi-token prediction are not in
+    A log is a folder of `moelib.runs.routing_file`. MoE layers of multi-token prediction are not in
     it, since they route later tokens than those at their positions.
     """
 

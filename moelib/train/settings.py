@@ -19,12 +19,12 @@ from moelib.data.skip_batches import parse_range
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.parallel.sharding import PIPELINE_RULES, SplitError, mesh_axes
 from moelib.runtime import storage
-from moelib.train import gradient_noise
-from moelib.train.goodput import Goodput
-from moelib.train.gradient_noise import NoiseScale
-from moelib.train.profiler import ProfilerWindow
-from moelib.train.watchdog import Watchdog
 from moelib.train.watcher import Watcher
+from moelib.train.watchers import gradient_noise
+from moelib.train.watchers.goodput_log import Goodput
+from moelib.train.watchers.gradient_noise import NoiseScale
+from moelib.train.watchers.profiler import ProfilerWindow
+from moelib.train.watchers.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from moelib.core import tree
 from moelib.core.config import did_you_mean
 from moelib.core.errors import UserError
-from moelib.core.jaxpr import abstract_parameters
 from moelib.core.param import ParameterSpec, is_spec
 from moelib.core.tree import Nested
 from moelib.learner.learner import Learner
@@ -61,21 +60,6 @@ def state_shardings(specs: TrainerState, learner: Learner, mesh: jax.sharding.Me
     """
     found = sharding.named_shardings(specs, mesh)
     return found._replace(learner=learner.state_shardings(specs.learner, found.learner))
-
-
-def abstract_state(specs: Any, shardings: Any) -> Any:
-    """Returns a `jax.ShapeDtypeStruct` with its sharding for each spec."""
-    struct = lambda spec, sharding: jax.ShapeDtypeStruct(
-        spec.shape, jnp.dtype(spec.dtype), sharding=sharding
-    )
-    return jax.tree.map(struct, specs, shardings, is_leaf=is_spec)
-
-
-def abstract_arrays(specs: Nested, mesh: jax.sharding.Mesh | None) -> Nested:
-    """Returns a `jax.ShapeDtypeStruct` for each spec, with its sharding if there is a mesh."""
-    if mesh is None:
-        return abstract_parameters(specs)
-    return abstract_state(specs, sharding.named_shardings(specs, mesh))
 
 
 def init_state(

@@ -21,16 +21,14 @@ from moelib.layers.quantization import quantized_weights
 from moelib.learner.accumulation import Accumulated, accumulate
 from moelib.learner.learner import Learner, LearnerUpdate
 from moelib.parallel import sharding
-from moelib.train import gradient_noise
-from moelib.train.metrics import PackedMetrics, as_metric, collect, pack
+from moelib.train.metrics import NON_FINITE, PackedMetrics, as_metric, collect, pack
 from moelib.train.no_gradient import tag_gradients
 from moelib.train.pipeline import PipelineConfig, accumulate_in_pipeline
 from moelib.train.state import TrainerState, updated
+from moelib.train.watchers import gradient_noise
 
 TrainStep = Callable[[TrainerState, Batch], tuple[TrainerState, PackedMetrics]]
 EvalStep = Callable[[Nested, Batch], PackedMetrics]
-
-NON_FINITE = "non_finite"  # Metric: 1 if training cannot continue from the state, else 0.
 
 
 def make_train_step(

@@ -28,8 +28,8 @@ from moelib.core.metrics import Scalars
 from moelib.data.lm_input import InputMode
 from moelib.parallel import sharding
 from moelib.parallel.mesh import MESH_AXIS_NAMES, create_device_mesh, parse_mesh
+from moelib.parallel.sharding import abstract_arrays
 from moelib.train.shardings import shard_external_layers
-from moelib.train.state import abstract_arrays
 from moelib.train.task import Task
 from moelib.train.task_evaler import ExampleEvaler
 from moelib.train.task_input import TaskInput

@@ -29,8 +29,9 @@ from moelib.core.module import Module, nowrap
 from moelib.core.param import is_spec
 from moelib.data.input import Input, batch_spec
 from moelib.data.prefetch import HostRows, host_rows, row_sharding
-from moelib.layers.kernel_backends import kernel_backends, warn_unused_backends
-from moelib.layers.kernel_check import check_kernels
+from moelib.huggingface.pretrained import FILES, copy_files
+from moelib.kernels.backend import kernel_backends, warn_unused_backends
+from moelib.kernels.check import check_kernels
 from moelib.learner.learner import Learner
 from moelib.parallel import sharding
 from moelib.parallel.auto_sharding.specs import ShardingReport
@@ -43,28 +44,28 @@ from moelib.parallel.mesh import (
     shared_sides,
 )
 from moelib.parallel.pipeline.schedule import Schedule, check_microbatches
+from moelib.runs import course
+from moelib.runs.folder import locked_folders
+from moelib.runs.identity import check_directory, check_processes, write_config
+from moelib.runs.input_state import gather_input_state, input_state_of
+from moelib.runs.model_files import check_tokenizers, save_tokenizer
+from moelib.runs.run_log import note_event
+from moelib.runs.summary_writer import SummaryWriter
 from moelib.runtime.distributed import check_job
 from moelib.runtime.processes import agreed, on_process_0
-from moelib.train import gradient_noise, rewind
 from moelib.train import state as state_lib
 from moelib.train.compiler_options import (
     compile_with,
     step_options,
 )
 from moelib.train.evaler import SpmdEvaler
-from moelib.train.identity import check_directory, check_processes, write_config
 from moelib.train.init_from import InitFrom
-from moelib.train.input_state import gather_input_state, input_state_of
 from moelib.train.loop import TrainLoop
 from moelib.train.memory import check_memory
-from moelib.train.model_files import check_tokenizers, save_tokenizer
 from moelib.train.no_gradient import warn_without_gradient
 from moelib.train.pipeline import PipelineConfig, stack_of, warn_empty_stages
-from moelib.train.pretrained import FILES, copy_files
 from moelib.train.readable import check_readable
 from moelib.train.routing_log import discard_after
-from moelib.train.run_folder import locked_folders
-from moelib.train.run_log import note_event
 from moelib.train.settings import (
     check_batch,
     check_config,
@@ -78,11 +79,11 @@ from moelib.train.shardings import shard_external_layers
 from moelib.train.signals import StopRequest, ended_by_sigterm
 from moelib.train.state import TrainerState
 from moelib.train.step import make_own_train_step, make_train_step
-from moelib.train.summary_writer import SummaryWriter
 from moelib.train.task import Task
 from moelib.train.task_input import TaskInput
-from moelib.train.watchdog import Watchdog
 from moelib.train.watcher import Activity, GoBack, Watcher
+from moelib.train.watchers import gradient_noise
+from moelib.train.watchers.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -428,7 +429,7 @@ class SpmdTrainer(Module):
         if self.config.checkpointer is None:
             return None
         check_memory(self.trainer_state_specs, self.trainer_state_shardings)
-        target = state_lib.abstract_state(self.trainer_state_specs, self.trainer_state_shardings)
+        target = sharding.abstract_state(self.trainer_state_specs, self.trainer_state_shardings)
         restored = self.checkpointer.restore(target, step=step)
         self.restored = None
         if restored is None:
@@ -541,7 +542,7 @@ class SpmdTrainer(Module):
             ),
             batch,
         )
-        state = state_lib.abstract_state(self.trainer_state_specs, self.trainer_state_shardings)
+        state = sharding.abstract_state(self.trainer_state_specs, self.trainer_state_shardings)
         if isinstance(self.model, Task) and self.model.has_train_step:
             if cfg.num_microbatches > 1 or cfg.train_dtype is not None:
                 raise UserError(
@@ -629,7 +630,7 @@ class SpmdTrainer(Module):
             on_process_0(lock)
             if saver is not None:
                 saver.remove_unfinished()
-                checked = rewind.rewind(cfg, saver, self._host_rows, self.mesh().shape)
+                checked = course.rewind(cfg, saver, self._host_rows, self.mesh().shape)
                 if checked is None:
                     checked = agreed(self._check_newest)
             self._start(prng_key, checked)
@@ -654,13 +655,13 @@ class SpmdTrainer(Module):
                 agreed(lambda: self.input)
                 fits = agreed(lambda: check_tokenizers(self.config, weights))
                 if self._init_from is not None and not self._origin:
-                    earlier = self._init_from.earlier_step(rewind.course_of(self.config.dir))
+                    earlier = self._init_from.earlier_step(course.course_of(self.config.dir))
                     self._origin = {} if earlier is None else {"step": earlier}
                 self.init(prng_key)
                 if weights is not None and fits:
                     on_process_0(lambda: copy_files(weights, self.config.dir))
                 if self._origin and jax.process_index() == 0:
-                    note_event(cfg.dir, rewind.INIT_FROM, **self._origin)
+                    note_event(cfg.dir, course.INIT_FROM, **self._origin)
                     logger.warning("The run starts from %(run)s, step %(step)s.", self._origin)
             elif self.config.init_from is not None and not self._origin:
                 logger.warning(
@@ -686,8 +687,8 @@ class SpmdTrainer(Module):
             text = self.config.debug_string()
             on_process_0(lambda: self.summary_writer.start_trackers(text))
             while True:
-                events = rewind.course_of(self.config.dir)
-                ranges = rewind.ranges_to_skip(self.config, events, self.input_state)
+                events = course.course_of(self.config.dir)
+                ranges = course.ranges_to_skip(self.config, events, self.input_state)
                 try:
                     result = TrainLoop(self, ranges, stop=stop).run()
                 except GoBack as again:

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 
 from moelib.core import tree
+from moelib.huggingface.families import NoFamilyError, settings_of
+from moelib.huggingface.pretrained import replaced_parameters, save_pretrained
 from moelib.models.causal_lm import CausalLM
-from moelib.models.huggingface.families import NoFamilyError, settings_of
-from moelib.train.pretrained import save_pretrained, state_from_hugging_face
 from moelib.verify.compare import Difference, first_bit_difference
 from moelib.verify.outcome import CheckSkippedError
 from moelib.verify.reference import Reference
@@ -27,9 +27,8 @@ def exported(known: Reference) -> Difference | str | None:
         raise CheckSkippedError(f"{family.architecture} has parameters that the model lacks")
     with tempfile.TemporaryDirectory() as folder:
         save_pretrained(folder, cfg, jax.device_put(want.model, probe.shardings.model))
-        empty = want._replace(model=jax.tree.map(np.zeros_like, want.model))
-        empty = jax.device_put(empty, probe.shardings)
-        read = state_from_hugging_face(empty, folder, probe.trainer.model)
+        empty = jax.device_put(jax.tree.map(np.zeros_like, want.model), probe.shardings.model)
+        read = replaced_parameters(empty, folder, probe.trainer.model)
     keep = probe.trainer.learner.is_updated
-    pair = tree.select(want.model, keep), tree.select(jax.device_get(read.model), keep)
+    pair = tree.select(want.model, keep), tree.select(jax.device_get(read), keep)
     return first_bit_difference(*pair)

@@ -20,8 +20,8 @@ from moelib.core.metrics import MaxScalar, is_metric
 from moelib.core.module import Module, functional
 from moelib.core.param import specs_by_path
 from moelib.core.tree import Batch, Nested
+from moelib.kernels.backend import BACKENDS, kernel_backends
 from moelib.layers.base import BaseLayer
-from moelib.layers.kernel_backends import BACKENDS, kernel_backends
 from moelib.layers.moe.dispatch import DenseDispatcher, Dispatcher
 from moelib.layers.quantization import Quantization
 from moelib.layers.transformer import BaseStack, LoopStack, ScanStack

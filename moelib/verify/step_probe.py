@@ -12,9 +12,10 @@ from moelib.core.jaxpr import abstract_parameters, forward_pass, walk
 from moelib.core.tree import Nested
 from moelib.data.prefetch import row_sharding
 from moelib.learner.learner import Learner, LearnerUpdate
+from moelib.parallel.sharding import abstract_state
 from moelib.runtime import memory_maps
 from moelib.train import metrics
-from moelib.train.state import abstract_state, init_state
+from moelib.train.state import init_state
 from moelib.train.step import make_train_step
 from moelib.train.trainer import SpmdTrainer
 

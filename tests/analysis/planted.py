@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from moelib.core.routing_file import (
+from moelib.layers.moe.recording import expert_id_dtype
+from moelib.runs.routing_file import (
     LayerSizes,
     RoutingHeader,
     clear_log,
-    expert_id_dtype,
     log_folder,
     write_header,
     write_part,

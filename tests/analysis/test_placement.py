@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec
 
 from moelib.analysis import placement, routing_counts
 from moelib.core.jaxpr import inner_jaxprs
-from moelib.core.routing_file import RoutingLog
 from moelib.core.varying import vary
 from moelib.layers.moe import dispatch_ragged
 from moelib.layers.moe.dispatch import Assignments, DispatchContext
@@ -18,6 +17,7 @@ from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.router import Routing
 from moelib.planning.estimate.transfers import _mean_destinations
+from moelib.runs.routing_file import RoutingLog
 from tests import tiny
 from tests.analysis.planted import LAYER, plant
 from tests.layers.calling import QUICK, build, call, initial

@@ -13,7 +13,7 @@ from moelib.analysis.figures import save_figure
 from moelib.analysis.routing import Settings, analyze, open_logs, write_analysis
 from moelib.analysis.routing_report import plot
 from moelib.core.errors import UserError
-from moelib.core.routing_file import clear_log, log_folder
+from moelib.runs.routing_file import clear_log, log_folder
 from tests.analysis.planted import LAYER, plant
 
 # Two sequences of four tokens; the last two are padding. Expert 3 has no token, token id 9 neither.

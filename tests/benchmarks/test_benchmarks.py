@@ -19,11 +19,11 @@ from benchmarks.sizes import Sizes, check_sizes, describe
 from experiments.flame_moe import named_trainer_configs
 from moelib.core import tree
 from moelib.core.errors import UsageError
-from moelib.core.metrics_file import read_metrics
 from moelib.layers.moe.dispatch import SortedDispatcher
 from moelib.layers.moe.layer import MoELayer
 from moelib.models.cost import model_cost
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
+from moelib.runs.metrics_file import read_metrics
 from moelib.runtime.command_line import run_command
 
 SMALL = Sizes(

@@ -11,8 +11,8 @@ from moelib.checkpoint.policy import every_n_steps_and_last_policy
 from moelib.cli import analyze, main
 from moelib.core.config import config_for_function
 from moelib.core.errors import UserError
-from moelib.core.routing_file import RoutingLog, list_logs, log_folder
 from moelib.layers.transformer import LoopStack
+from moelib.runs.routing_file import RoutingLog, list_logs, log_folder
 from moelib.runtime.command_line import parse_flags
 from moelib.train.routing_log import RoutingEvaler
 from tests import tiny

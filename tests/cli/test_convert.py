@@ -18,12 +18,12 @@ from moelib.cli import main
 from moelib.core import tree
 from moelib.core.errors import UserError
 from moelib.data.tokenizer import END_OF_TEXT, train_bpe
+from moelib.huggingface.pretrained import load_pretrained, read_config, save_pretrained
+from moelib.runs.loading import as_mesh, load_model
 from moelib.train import convert
-from moelib.train.loading import as_mesh, load_model
-from moelib.train.pretrained import load_pretrained, read_config, save_pretrained
 from tests import tiny
 
-FIXTURES = pathlib.Path(__file__).parents[1] / "models/huggingface/fixtures"
+FIXTURES = pathlib.Path(__file__).parents[1] / "huggingface/fixtures"
 
 
 @pytest.fixture

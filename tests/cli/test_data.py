@@ -8,7 +8,7 @@ from moelib.cli import main
 from moelib.data.lm_input import LMInput
 from moelib.data.mixture import Mixture
 from moelib.data.token_store import TokenStore
-from moelib.train.run_log import log_event
+from moelib.runs.run_log import log_event
 from tests import tiny
 from tests.train import small_run
 

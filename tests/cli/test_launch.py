@@ -52,7 +52,7 @@ def test_fields_of_the_job_are_set(capsys):
 
 CANARY = "canary-4f1d9"
 KEY = "summary_writer.trackers.wandb.api_key"
-WANDB = "--set=summary_writer.trackers.wandb=moelib.train.tracker:WandbTracker"
+WANDB = "--set=summary_writer.trackers.wandb=moelib.runs.tracker:WandbTracker"
 
 
 @pytest.mark.parametrize(

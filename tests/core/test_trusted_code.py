@@ -38,7 +38,7 @@ REFUSED = [
     "moelib.core.config_types:resolve_reference",
     "moelib.launch:import_module",
     "moelib.cli.main:run",
-    "moelib.train.pretrained:save_pretrained",
+    "moelib.huggingface.pretrained:save_pretrained",
     "moelib.learner.learner:Learner.__init__.__globals__",
     "moelib.layers.base:BaseLayer.__class__",
     "optax._src.base:Callable",

@@ -11,11 +11,11 @@ from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.checkpoint.contents import CheckpointRecord
 from moelib.checkpoint.policy import evenly_spaced_policy
 from moelib.core.config import config_for_function
-from moelib.train.identity import write_config
-from moelib.train.pretrained import load_pretrained
+from moelib.huggingface.pretrained import load_pretrained
+from moelib.runs.identity import write_config
 from moelib.train.trainer import SpmdTrainer
 
-FIXTURES = pathlib.Path(__file__).parents[1] / "models/huggingface/fixtures"
+FIXTURES = pathlib.Path(__file__).parents[1] / "huggingface/fixtures"
 
 
 def test_what_is_saved_and_kept():

@@ -6,7 +6,7 @@ import pytest
 
 from moelib.core.config import config_class
 from moelib.core.metrics import Scalars
-from moelib.train.run_log import read_events
+from moelib.runs.run_log import read_events
 from moelib.train.watcher import Watcher
 from tests import tiny
 

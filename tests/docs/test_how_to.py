@@ -9,18 +9,17 @@ import numpy as np
 
 from experiments import flame_moe
 from moelib.core.config import config_for_function
-from moelib.kernels.backend import traced_backends
+from moelib.huggingface.pretrained import load_pretrained, read_config
+from moelib.kernels.backend import kernel_backends, traced_backends
 from moelib.kernels.gmm import gmm
-from moelib.layers.kernel_backends import kernel_backends
 from moelib.layers.quantization import Quantization
 from moelib.layers.remat import remat
 from moelib.models.multi_token_prediction import MultiTokenModule, MultiTokenPrediction
 from moelib.parallel.mesh import HybridMeshShape, infer_mesh_shape, mesh_shape_from_axes
 from moelib.train.init_from import InitFrom
-from moelib.train.pretrained import load_pretrained, read_config
 from moelib.train.routing_log import RoutingEvaler
 
-FIXTURES = pathlib.Path(__file__).parents[1] / "models/huggingface/fixtures"
+FIXTURES = pathlib.Path(__file__).parents[1] / "huggingface/fixtures"
 
 
 def test_scale():

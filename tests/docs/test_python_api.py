@@ -13,9 +13,9 @@ from docs.generate import ROOT
 from moelib.evaluation.report import Result
 from moelib.inference.generate import Completion
 from moelib.launch import load_config
+from moelib.runs.loading import LoadedModel
 from moelib.runtime.table import print_table
 from moelib.train.fit import FitResult
-from moelib.train.loading import LoadedModel
 from tests.docs import metric_names
 from tests.evaluation import folders
 

@@ -7,7 +7,7 @@ import pytest
 from docs.generate import ROOT
 from experiments import flame_moe
 from moelib.cli.main import run
-from moelib.train.identity import write_config
+from moelib.runs.identity import write_config
 
 TINY = "--module=experiments.flame_moe --config=flame-moe-tiny"
 TRAIN = f"train {TINY} --data_dir=nowhere --trainer_dir=runs/a"

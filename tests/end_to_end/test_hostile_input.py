@@ -16,7 +16,7 @@ from moelib import launch
 from moelib.checkpoint.safetensors import TensorFolder, write_tensors
 from moelib.core import config_parse
 from moelib.core.errors import UserError
-from moelib.models.huggingface.families import read_model
+from moelib.huggingface.families import read_model
 from moelib.parallel.mesh import parse_mesh
 from moelib.planning.estimate.sweep import read_prices
 from moelib.planning.hardware.topologies import describe
@@ -24,7 +24,7 @@ from tests import tiny
 from tests.checkpoint.test_safetensors import ARRAYS, read_all
 
 ROOT = pathlib.Path(__file__).parents[1]
-FIXTURES = ROOT / "models/huggingface/fixtures"
+FIXTURES = ROOT / "huggingface/fixtures"
 FAMILIES = sorted(path.name for path in FIXTURES.iterdir())
 ASSIGNMENTS = [
     "max_step=3",

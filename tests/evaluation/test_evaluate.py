@@ -25,14 +25,14 @@ from moelib.evaluation.evaler import TaskEvaler
 from moelib.evaluation.evaluate import evaluate
 from moelib.evaluation.evaluations import Metric
 from moelib.evaluation.report import results_of, results_table
+from moelib.runs.loading import load_model
 from moelib.train import convert
-from moelib.train.loading import load_model
 from tests import tiny
 from tests.evaluation import folders
 
 DATA = str(folders.DATA)
 CORPUS = str(folders.DATA / "corpus.jsonl")
-HUGGING_FACE = pathlib.Path(__file__).parents[1] / "models/huggingface/fixtures"
+HUGGING_FACE = pathlib.Path(__file__).parents[1] / "huggingface/fixtures"
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from moelib.core.errors import UserError
 from moelib.data.tokenizer import PublishedTokenizer, Tokenizer
 from moelib.evaluation.requests import Request, encode_pairs
 from moelib.evaluation.scoring import Scorer
-from moelib.train.loading import LoadedModel
+from moelib.runs.loading import LoadedModel
 from tests import tiny
 from tests.evaluation import folders, lm_eval_stub
 from tests.evaluation.bag_lm import bag_lm

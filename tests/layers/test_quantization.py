@@ -13,7 +13,7 @@ from moelib.core.errors import UserError
 from moelib.core.module import functional
 from moelib.core.param import is_spec, specs_by_path
 from moelib.core.precision import read_parameters
-from moelib.kernels.backend import use_backends
+from moelib.kernels.backend import kernel_backends
 from moelib.layers.attention.latent import LatentAttention
 from moelib.layers.linear import Linear
 from moelib.layers.quantization import Quantization, QuantizedWeight, quantized_weights
@@ -155,7 +155,7 @@ def test_dense_weights_are_gathered_in_8_bits_forward_and_backward(axes):
 
 
 def test_dots_of_8_bits_gather_no_tokens():
-    with use_backends({"quantized_matmul": "float8"}):
+    with kernel_backends({"quantized_matmul": "float8"}):
         assert not gathers(Quantization.FP8_TENSOR, data=4)
 
 

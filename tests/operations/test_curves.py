@@ -5,8 +5,8 @@ import math
 
 import numpy as np
 
-from moelib.core.metrics_file import MetricsReader
 from moelib.operations.curves import Curve, RunMetrics
+from moelib.runs.metrics_file import MetricsReader
 
 
 def test_few_values_are_points():

@@ -14,7 +14,7 @@ from moelib.cli.main import run
 from moelib.operations import drill, faults
 from moelib.operations.drill import Outcome, Scenario, run_drill
 from moelib.operations.faults import Fault
-from moelib.train.run_log import log_event
+from moelib.runs.run_log import log_event
 from tests import tiny
 
 KILL = Scenario("kill", [Fault("kill", faults.STEP, 7, 1)], 5)

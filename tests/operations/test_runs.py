@@ -5,11 +5,11 @@ import json
 import pytest
 
 from moelib.core.errors import UserError
-from moelib.core.metrics_file import MetricsReader
 from moelib.operations.curves import RunMetrics
 from moelib.operations.runs import list_runs, runs_table, seconds_left
+from moelib.runs.metrics_file import MetricsReader
+from moelib.runs.run_log import log_event
 from moelib.runtime.directory_lock import directory_lock
-from moelib.train.run_log import log_event
 
 
 def write_run(path, num=3, *, max_step=30, loss=2.0, config=""):

@@ -18,7 +18,7 @@ import pytest
 from moelib import launch
 from moelib.core.errors import UsageError, UserError
 from moelib.operations.status_page import status_page
-from moelib.train.run_log import log_event
+from moelib.runs.run_log import log_event
 from tests.operations import browser
 from tests.operations.test_runs import write_run
 

@@ -13,9 +13,9 @@ import numpy as np
 from moelib.checkpoint.safetensors import write_tensors
 from moelib.core import tree
 from moelib.core.param import is_spec
-from moelib.models.huggingface.families import read_model, tensor_mappings
-from moelib.models.huggingface.tensor_mapping import tensor_shape
-from moelib.train.pretrained import load_pretrained
+from moelib.huggingface.families import read_model, tensor_mappings
+from moelib.huggingface.pretrained import load_pretrained
+from moelib.huggingface.tensor_mapping import tensor_shape
 
 LARGEST = 8192 * 512  # Entries of the largest tensor, the embedding.
 SETTINGS = {

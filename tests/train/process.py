@@ -9,8 +9,8 @@ from moelib.data.input import check_state
 from moelib.data.lm_input import LMInputIterator
 from moelib.data.synthetic import SyntheticInput
 from moelib.launch import DeviceFlags
-from moelib.train.bad_steps import BadSteps
 from moelib.train.routing_log import RoutingEvaler
+from moelib.train.watchers.bad_steps import BadSteps
 from tests.tiny import model_config, trainer_config
 
 

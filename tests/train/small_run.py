@@ -7,7 +7,7 @@ from moelib.data.prepare import prepare
 from moelib.data.source import InMemorySource
 from moelib.data.token_store import TokenStore
 from moelib.data.tokenizer import END_OF_TEXT, Tokenizer, train_bpe
-from moelib.train.pretrained import save_pretrained
+from moelib.huggingface.pretrained import save_pretrained
 from tests import tiny
 
 TEXTS = [f"document number {i} of many" for i in range(60)]

@@ -7,11 +7,11 @@ from moelib.checkpoint.contents import RECORD_FILE
 from moelib.checkpoint.policy import every_n_steps_policy
 from moelib.core.config import config_for_function
 from moelib.core.errors import UserError
-from moelib.core.routing_file import RoutingLog, list_logs, log_folder
 from moelib.layers.transformer import LoopStack
 from moelib.parallel.mesh import mesh_shape_from_axes
+from moelib.runs.identity import write_config
+from moelib.runs.routing_file import RoutingLog, list_logs, log_folder
 from moelib.train.checkpoint_routing import expected_steps, write_missing_logs
-from moelib.train.identity import write_config
 from moelib.train.routing_log import RoutingEvaler
 from tests import tiny
 

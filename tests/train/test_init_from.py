@@ -15,8 +15,8 @@ from moelib.checkpoint.contents import (
 )
 from moelib.core import tree
 from moelib.core.errors import UserError
+from moelib.runs.run_log import read_events
 from moelib.train.init_from import InitFrom, sources
-from moelib.train.run_log import read_events
 from tests import tiny
 from tests.checkpoint.small import truncate_arrays
 

@@ -6,9 +6,9 @@ import pytest
 
 from moelib.core.errors import UserError
 from moelib.kernels import backend
+from moelib.kernels import check as kernel_check
 from moelib.kernels.backend import traced_backends
 from moelib.launch import TrainFlags
-from moelib.layers import kernel_check
 from tests import tiny
 
 

@@ -11,12 +11,12 @@ from moelib.core.errors import UserError
 from moelib.data.prepare import prepare
 from moelib.data.source import InMemorySource
 from moelib.data.token_store import TokenStore
+from moelib.runs.loading import load_model
+from moelib.runs.run_log import read_events
 from moelib.runtime import lease, storage
 from moelib.runtime.directory_lock import DirectoryInUseError, directory_lock
 from moelib.runtime.files import read_text
 from moelib.train.convert import from_hugging_face, to_hugging_face
-from moelib.train.loading import load_model
-from moelib.train.run_log import read_events
 from tests import tiny
 from tests.train import small_run
 from tests.train.test_processes import finish, start, start_two

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 import pytest
 
-from moelib.core.routing_file import RoutingLog, log_folder
 from moelib.data.prepare import prepare
 from moelib.data.source import InMemorySource
 from moelib.data.tokenizer import train_bpe
-from moelib.train.bad_steps import BAD_STEP, SUSPECTED
-from moelib.train.run_log import read_events
+from moelib.runs.routing_file import RoutingLog, log_folder
+from moelib.runs.run_log import read_events
+from moelib.train.watchers.bad_steps import BAD_STEP, SUSPECTED
 from tests import python_process, tiny
 from tests.python_process import free_port
 from tests.two_processes import run_as_two

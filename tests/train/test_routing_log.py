@@ -13,9 +13,9 @@ from moelib.checkpoint.policy import every_n_steps_and_last_policy
 from moelib.core.config import config_for_function
 from moelib.core.errors import UserError
 from moelib.core.module import functional
-from moelib.core.routing_file import RoutingLog, list_logs, log_folder
 from moelib.layers.moe.router import Router
 from moelib.parallel.mesh import mesh_shape_from_axes
+from moelib.runs.routing_file import RoutingLog, list_logs, log_folder
 from moelib.train import routing_log
 from moelib.train.routing_log import RoutingEvaler, RoutingLogError, discard_after
 from tests import tiny

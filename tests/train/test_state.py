@@ -10,8 +10,9 @@ import pytest
 from moelib.core.param import is_spec
 from moelib.data.prefetch import HostRows
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
-from moelib.train import input_state, state
-from moelib.train.input_state import gather_input_state, input_state_of
+from moelib.runs import input_state
+from moelib.runs.input_state import gather_input_state, input_state_of
+from moelib.train import state
 from tests import tiny
 
 

@@ -22,8 +22,7 @@ from moelib.layers.external import Updated
 from moelib.learner.optimizers import adamw_optimizer, sgd_optimizer
 from moelib.learner.schedules import cosine
 from moelib.parallel.mesh import create_device_mesh
-from moelib.parallel.sharding import constrain
-from moelib.train.state import abstract_arrays
+from moelib.parallel.sharding import abstract_arrays, constrain
 from moelib.train.task import Task
 from moelib.train.task_input import TaskInput
 from moelib.train.task_run import task_trainer_config

@@ -27,6 +27,8 @@ from moelib.learner.transforms import chain
 from moelib.operations.runs import list_runs
 from moelib.parallel.mesh import HybridMeshShape, mesh_shape_from_axes
 from moelib.planning.hardware.topologies import topology
+from moelib.runs.identity import TrainerDirConflictError, identity
+from moelib.runs.run_log import read_events
 from moelib.runtime.platforms import GPU_MEMORY_SHARE
 from moelib.train.compiler_options import (
     compile_with,
@@ -35,8 +37,6 @@ from moelib.train.compiler_options import (
     spelled,
 )
 from moelib.train.failures import NonFiniteError
-from moelib.train.identity import TrainerDirConflictError, identity
-from moelib.train.run_log import read_events
 from tests import tiny
 from tests.checkpoint.small import truncate_arrays
 from tests.parallel.slices import two_slices

@@ -11,8 +11,8 @@ from moelib.layers.base import BaseLayer
 from moelib.layers.feed_forward import FeedForward
 from moelib.layers.initializers import normal
 from moelib.models.causal_lm import CausalLM
-from moelib.train.bad_steps import BadSteps
 from moelib.train.trainer import SpmdTrainer
+from moelib.train.watchers.bad_steps import BadSteps
 
 
 class Ffn(BaseLayer):

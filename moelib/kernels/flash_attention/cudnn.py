@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moelib.kernels.backend import BackendError, how_to_set
+from moelib.core.errors import UserError
+from moelib.kernels.backend import how_to_set
 from moelib.kernels.flash_attention.reference import MaskSpec
 from moelib.kernels.operands import of_one_width
 
@@ -54,7 +55,7 @@ def attention(
     """Returns attention over whole sequences. Segments become a mask [B, 1, S, S].
 
     Raises:
-        BackendError: If cuDNN is not installed.
+        UserError: If cuDNN is not installed.
     """
     del sinks
     v_dim, (q, k, v) = v.shape[3], of_one_width(q, k, v)
@@ -73,7 +74,7 @@ def attention(
             implementation="cudnn",
         )
     except RuntimeError as error:
-        raise BackendError(
+        raise UserError(
             f"flash_attention: backend 'cudnn' needs cuDNN: {error} Install nvidia-cudnn-cu13, or "
             f"{how_to_set('flash_attention', 'xla')}."
         ) from error

@@ -174,7 +174,7 @@ def _run(
     """Runs a backend's "forward", "input_gradient" or "weight_gradient"; the sides are k and n.
 
     Raises:
-        BackendError: If the backend cannot take the operands.
+        UserError: If the backend cannot take the operands.
     """
     dtype = jax.tree.leaves(operands)[0].dtype
     platform = backends.current_device().platform

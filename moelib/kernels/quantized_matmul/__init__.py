@@ -75,7 +75,7 @@ def quantized_matmul(
             `moelib.kernels.backend` names.
 
     Raises:
-        BackendError: If `backend` is "float8" and the scheme has a scale per block.
+        UserError: If `backend` is "float8" and the scheme has a scale per block.
     """
     if backend is None:
         backend = backends.chosen_backend("quantized_matmul")

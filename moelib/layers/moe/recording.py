@@ -9,10 +9,10 @@ from contextvars import ContextVar
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, UInt
 
 from moelib.core.module import Module
-from moelib.core.routing_file import expert_id_dtype
 from moelib.layers.moe.metrics import router_entropy
 from moelib.layers.moe.router import Routing
 
@@ -28,6 +28,11 @@ class RecordedRouting(NamedTuple):
     weights: Float[Array, "*L B S K"]  # Combine weights, float16.
     entropy: Float[Array, "*L B S"]  # Entropy of the router's probabilities, nats, float16.
     mask: Bool[Array, "*L B S"]  # False for padding.
+
+
+def expert_id_dtype(num_experts: int) -> np.dtype:
+    """Returns the dtype of expert ids from 0 to E + 1, where E stands for no expert."""
+    return np.min_scalar_type(num_experts + 1)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from moelib.core.config_paths import sub_configs
 from moelib.core.param import is_spec
 from moelib.core.tree import Batch, Nested
 from moelib.data.input import TOKEN_ARRAYS
-from moelib.layers.kernel_backends import BACKENDS, kernel_backends
+from moelib.kernels.backend import BACKENDS, kernel_backends
 
 _BATCH_SIZES, _SEQ_LEN = (2, 3), 128  # Of the two traces.
 _ROUTING = "routing"  # The name that every remat saves: the routing of tokens.

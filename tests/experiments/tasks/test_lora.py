@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from experiments.tasks import causal_lm, lora
-from moelib.train.pretrained import read_config
+from moelib.huggingface.pretrained import read_config
 
 
 def test_adapter_is_the_difference_of_the_merged_model_and_the_base(tmp_path, monkeypatch):
@@ -49,7 +49,7 @@ def test_adapter_is_the_difference_of_the_merged_model_and_the_base(tmp_path, mo
     ],
 )
 def test_matrices_that_peft_holds_are_adapted(family, count, caplog):
-    cfg, _ = read_config(f"tests/models/huggingface/fixtures/{family}")
+    cfg, _ = read_config(f"tests/huggingface/fixtures/{family}")
     assert len({mapping.tensor for mapping in lora.adapted(cfg.instantiate(parent=None))}) == count
     assert ("are not adapted" in caplog.text) == (family != "gpt_oss")
 

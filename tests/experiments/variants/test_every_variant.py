@@ -14,9 +14,9 @@ from experiments.variants.dynamic_moe import TopAnyRouter
 from moelib.core.config import config_for_function
 from moelib.core.errors import UserError
 from moelib.core.module import functional
+from moelib.huggingface.families import NoFamilyError, settings_of
 from moelib.inference.cache import new_cache, next_logits
 from moelib.layers.remat import remat
-from moelib.models.huggingface.families import NoFamilyError, settings_of
 from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.train.pipeline import stack_of
 from moelib.verify.outcome import Status

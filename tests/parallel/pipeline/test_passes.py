@@ -10,7 +10,7 @@ import pytest
 from moelib.core.errors import UserError
 from moelib.core.jaxpr import num_consts_and_carries, walk
 from moelib.core.module import functional
-from moelib.kernels.backend import use_backends
+from moelib.kernels.backend import kernel_backends
 from moelib.parallel.pipeline.buffers import Entry
 from moelib.parallel.pipeline.passes import split_passes
 from tests.tiny import (
@@ -214,7 +214,7 @@ def test_weight_gradients_of_experts_on_other_devices_are_deferred(num_experts, 
         params = initial(model)["decoder"]
         run = lambda params, x: layers(params, x, (), same)[0]
         whole = lambda params, x: jax.vjp(run, params, x)[1](gradients)
-        with use_backends({"gmm": "tpu"}):
+        with kernel_backends({"gmm": "tpu"}):
             passes = split_passes(layers, params, x, (), same)
             saved, deferred, sums = map(places, (passes.saved, passes.deferred, params))
             given = params, same, passes.saved, gradients

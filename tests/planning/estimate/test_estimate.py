@@ -9,6 +9,7 @@ import pytest
 from experiments import gpt_oss, llama
 from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
 from moelib.parallel.mesh import mesh_shape_from_axes
+from moelib.parallel.sharding import abstract_state
 from moelib.planning.estimate.activations import DOTS, FULL, NONE, OWN
 from moelib.planning.estimate.candidates import (
     Candidate,
@@ -25,7 +26,6 @@ from moelib.planning.estimate.workload import read_workload
 from moelib.planning.hardware.topologies import describe
 from moelib.planning.hlo import program as hlo
 from moelib.planning.report.collectives import collectives_by_axes
-from moelib.train.state import abstract_state
 from tests.planning import tiny_moe
 
 MIB, GIB = 2**20, 2**30

@@ -1,0 +1,31 @@
+"""Description of a model family, from which conversion in both directions follows."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from moelib.huggingface.settings import Settings
+from moelib.huggingface.tensor_mapping import Table
+from moelib.models.causal_lm import CausalLM
+
+
+class Family(NamedTuple):
+    """A family of models of transformers."""
+
+    model_type: str  # `model_type` of its config.json.
+    architecture: str  # Name of its class in transformers.
+    # Function from the settings of a config.json to a model config.
+    model: Callable[[Settings], CausalLM.Config]
+    # Function from a model config to settings, from which `model` gives it again.
+    settings: Callable[[CausalLM.Config], dict[str, Any]]
+    # Function from a model config to the tensors of a layer; a layer need not have all.
+    in_layer: Callable[[CausalLM.Config], Table]
+    # Defaults of transformers for settings that may be absent from config.json.
+    defaults: Mapping[str, Any] = {}
+    # Function from a model config to regular expressions of tensors that are not read.
+    ignored: Callable[[CausalLM.Config], tuple[str, ...]] = lambda cfg: ()
+    # Function from a model config to names and shapes of tensors written as zeros.
+    zeros: Callable[[CausalLM.Config], dict[str, tuple[int, ...]]] = lambda cfg: {}
+    # Function from a model config to the names of tensors that are copies, and of the originals.
+    copies: Callable[[CausalLM.Config], dict[str, str]] = lambda cfg: {}
+    # Whether transformers requires num_attention_heads to divide hidden_size.
+    heads_divide_dim: bool = False

@@ -1,0 +1,1 @@
+"""Watchers that come with the library: account, profiler, and guards against faults."""

@@ -1,0 +1,285 @@
+"""Makes the fixtures: tiny random models of transformers, with their outputs.
+
+Run it in a Python that has torch and transformers; it writes a folder per family to fixtures/:
+
+    python tests/huggingface/make_fixtures.py [FAMILY ...]
+
+model.safetensors and config.json are as `save_pretrained` writes them; expected.safetensors holds
+
+    input_ids, position_ids, segment_ids   [B, S]; two documents in the second row
+    logits, loss, aux_loss                 of the batch, by the conventions of transformers
+    choices.N                              [B, S, K] experts of each token in layer N, sorted
+    grad.KEY                               of the loss, for each tensor of model.safetensors
+"""
+
+import pathlib
+import shutil
+import sys
+import tempfile
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+HERE = pathlib.Path(__file__).parent / "fixtures"
+SHAPE = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+DEEPSEEK = {
+    **SHAPE,
+    "max_position_embeddings": 640,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 4,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
+FAMILIES = {
+    "llama3": (
+        transformers.LlamaConfig,
+        {
+            **SHAPE,
+            "intermediate_size": 24,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "qwen3": (
+        transformers.Qwen3Config,
+        {**SHAPE, "intermediate_size": 24, "head_dim": 8, "tie_word_embeddings": True},
+    ),
+    "mixtral": (
+        transformers.MixtralConfig,
+        {**SHAPE, "intermediate_size": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+    "olmoe": (
+        transformers.OlmoeConfig,
+        {
+            **SHAPE,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 8,
+            "clip_qkv": 0.5,
+            "pad_token_id": None,  # Its embedding would get no gradient.
+            "eos_token_id": None,
+        },
+    ),
+    "qwen2_moe": (
+        transformers.Qwen2MoeConfig,
+        {
+            **SHAPE,
+            **EXPERTS,
+            "num_hidden_layers": 3,
+            "intermediate_size": 24,
+            "shared_expert_intermediate_size": 16,
+            "mlp_only_layers": [0],
+        },
+    ),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        {**SHAPE, **EXPERTS, "intermediate_size": 24, "head_dim": 8, "norm_topk_prob": True},
+    ),
+    "deepseek_v2": (
+        transformers.DeepseekV2Config,
+        {
+            **DEEPSEEK,
+            "q_lora_rank": 8,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 16.0,
+            "rope_parameters": YARN,
+        },
+    ),
+    "deepseek_v2_lite": (
+        transformers.DeepseekV2Config,
+        {
+            **DEEPSEEK,
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "routed_scaling_factor": 1.0,
+            "rope_parameters": YARN,
+        },
+    ),
+    "deepseek_v3": (
+        transformers.DeepseekV3Config,
+        {
+            **DEEPSEEK,
+            "q_lora_rank": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+            "num_nextn_predict_layers": 0,  # transformers reads none.
+            "rope_parameters": YARN,
+        },
+    ),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        {
+            **SHAPE,
+            "head_dim": 8,
+            "intermediate_size": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": 4,
+        },
+    ),
+}
+
+
+def build(family):
+    """Returns the model in float32, with random weights large enough to matter."""
+    config_class, settings = FAMILIES[family]
+    torch.manual_seed(0)
+    config = config_class(**settings, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "inv_freq" in name:
+                continue
+            if "norm" in name:
+                tensor.uniform_(0.5, 1.5)
+            elif "bias" in name or "sinks" in name:
+                tensor.uniform_(-0.5, 0.5)
+            else:
+                tensor.normal_(0, tensor.shape[-1] ** -0.5)
+    return model
+
+
+def batch():
+    """Returns (ids, positions, segments): a whole row, and one of two documents."""
+    ids = torch.randint(0, SHAPE["vocab_size"], (2, 12), generator=torch.manual_seed(1))
+    positions = torch.arange(12).repeat(2, 1)
+    positions[1, 7:] -= 7
+    segments = torch.ones(2, 12, dtype=torch.int64)
+    segments[1, 7:] = 2
+    return ids, positions, segments
+
+
+class Choices:
+    """Collects which experts the tokens went to, layer by layer."""
+
+    def __init__(self, model):
+        self.of_layer = {}
+        for number, layer in enumerate(model.model.layers):
+            experts = getattr(layer.mlp, "experts", None)
+            if experts is not None:
+                experts.register_forward_pre_hook(self._hook(number), with_kwargs=True)
+
+    def _hook(self, number):
+        def hook(module, args, kwargs):
+            ids = [
+                a
+                for a in [*args, *kwargs.values()]
+                if torch.is_tensor(a) and not a.is_floating_point()
+            ]
+            assert len(ids) == 1, f"experts of layer {number} get {len(ids)} arrays of ids"
+            self.of_layer[number] = ids[0].detach()
+
+        return hook
+
+
+def masks(segments, window):
+    """Returns the masks of GPT-OSS's two kinds of layers, 0 or -inf [B, 1, S, S]."""
+    size = segments.shape[1]
+    ago = torch.arange(size)[:, None] - torch.arange(size)
+    full = (segments[:, None, :, None] == segments[:, None, None, :]) & (ago >= 0)
+    kinds = {"full_attention": full, "sliding_attention": full & (ago < window)}
+    return {
+        name: torch.zeros(seen.shape).masked_fill(~seen, -torch.inf) for name, seen in kinds.items()
+    }
+
+
+def expected(model):
+    """Returns what the model computes, by name."""
+    ids, positions, segments = batch()
+    labels = ids.clone()
+    labels[1, 7] = -100  # The first token of a document is not predicted.
+    choices = Choices(model)
+    inputs = {"input_ids": ids, "position_ids": positions, "labels": labels, "use_cache": False}
+    if model.config.model_type == "gpt_oss":  # It does not tell documents by their positions.
+        inputs["attention_mask"] = masks(segments, model.config.sliding_window)
+    out = model(**inputs)
+    made = {
+        "input_ids": ids,
+        "position_ids": positions,
+        "segment_ids": segments,
+        "labels": labels,
+        "logits": out.logits,
+        "loss": out.loss,
+    }
+    for number, of_layer in choices.of_layer.items():
+        made[f"choices.{number}"] = of_layer.reshape(*ids.shape, -1).sort(-1).values
+    if "deepseek" not in model.config.model_type and choices.of_layer:
+        routed = model.model(**inputs, output_router_logits=True)
+        module = sys.modules[type(model).__module__]
+        made["aux_loss"] = module.load_balancing_loss_func(
+            routed.router_logits, model.num_experts, model.num_experts_per_tok
+        )
+    model.zero_grad()
+    out.loss.backward()
+    return {name: value.detach().contiguous() for name, value in made.items()}
+
+
+def gradients(model, folder):
+    """Returns the gradient of each tensor that `save_pretrained` writes."""
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.grad if p.grad is not None else torch.zeros_like(p))
+    model.save_pretrained(folder)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(weights[name])
+    return load_file(pathlib.Path(folder) / "model.safetensors")
+
+
+def make(family):
+    """Writes the fixture of a family."""
+    folder = HERE / family
+    shutil.rmtree(folder, ignore_errors=True)
+    model = build(family)
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    made = expected(model)
+    with tempfile.TemporaryDirectory() as temporary:
+        grads = gradients(model, temporary)
+    made |= {f"grad.{key}": value for key, value in grads.items() if "e_score" not in key}
+    save_file(made, folder / "expected.safetensors")
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    print(f"{family}: {size:,} bytes, loss {float(made['loss']):.4f}")
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or FAMILIES:
+        make(name)

@@ -1,0 +1,47 @@
+"""Views of Hugging Face tensors as parameters, and back."""
+
+import numpy as np
+import pytest
+
+from moelib.huggingface.tensor_mapping import (
+    Part,
+    TensorMapping,
+    tensor_shape,
+    to_parameter,
+    to_tensor,
+)
+
+
+def mapping(view, at=(), **fields):
+    return TensorMapping("tensor", "path", at, Part("tensor", view, at, **fields))
+
+
+def test_a_projection_is_transposed_and_split_into_heads():
+    theirs = np.arange(24.0).reshape(6, 4)  # 3 heads of 2, width 4.
+    ours = to_parameter(theirs, mapping("(h k) d -> d h k"), (4, 3, 2))
+    for d, h, k in np.ndindex(4, 3, 2):
+        assert ours[d, h, k] == theirs[h * 2 + k, d]
+
+
+def test_rotated_pairs_become_halves():
+    theirs = np.arange(8.0).reshape(8, 1)  # One head: 2 entries without position, 3 pairs.
+    ours = to_parameter(theirs, mapping("(h k) d -> d h k", pairs_from=2), (1, 1, 8))
+    np.testing.assert_array_equal(ours[0, 0], [0, 1, 2, 4, 6, 3, 5, 7])
+
+
+@pytest.mark.parametrize(
+    ("made", "shape", "shape_of_tensor"),
+    [
+        (mapping("(h k) d -> d h k"), (4, 3, 2), (6, 4)),
+        (mapping("(h k) d -> d h k", pairs_from=2), (4, 3, 6), (18, 4)),
+        (mapping("(g k) d -> d g k", (1, None, 0)), (5, 4, 2, 3, 2), (6, 4)),
+        (mapping("f d -> d f", (3, 1, 0)), (5, 2, 2, 4, 6), (6, 4)),
+        (mapping("e d (f n) -> e n d f", (1,)), (2, 5, 2, 4, 3), (5, 4, 6)),
+        (mapping("d f -> f d", (0,), factor=0.5), (2, 3, 4), (4, 3)),
+        (mapping("n d -> d n"), (4, 1), (1, 4)),
+    ],
+)
+def test_back_and_forth_is_the_same(made, shape, shape_of_tensor):
+    assert tensor_shape(made, shape) == shape_of_tensor
+    theirs = np.random.default_rng(0).normal(size=shape_of_tensor).astype(np.float32)
+    np.testing.assert_array_equal(to_tensor(to_parameter(theirs, made, shape), made), theirs)

@@ -1,0 +1,55 @@
+"""One run per folder, and per folder of checkpoints, at a time; its events."""
+
+import functools
+import os
+
+import pytest
+
+from moelib.runtime.directory_lock import DirectoryInUseError
+from moelib.runtime.directory_lock import directory_lock as lock
+from moelib.train.fit import fit
+from moelib.runs.folder import locked_folders
+from moelib.runs.run_log import EVENTS_FILE, log_event, read_events
+from tests import tiny
+
+directory_lock = functools.partial(lock, setting="dir (--trainer_dir)")
+
+
+def test_second_run_in_a_folder_is_refused_and_changes_nothing(tmp_path):
+    unfinished = tmp_path / "checkpoints" / "step_1.orbax-checkpoint-tmp"
+    unfinished.mkdir(parents=True)
+    with (
+        directory_lock(str(tmp_path)),
+        pytest.raises(DirectoryInUseError, match=f"{tmp_path.name} .*process {os.getpid()} "),
+    ):
+        fit(tiny.trainer_config(tmp_path, max_step=1))
+    assert unfinished.exists()
+
+
+@pytest.mark.parametrize("checkpoints", ["shared", "other/checkpoints"])
+def test_second_run_with_the_same_checkpoints_is_refused(tmp_path, checkpoints):
+    cfg = tiny.trainer_config(tmp_path / "run", max_step=1)
+    cfg.checkpointer.dir = str(tmp_path / checkpoints)
+    with (
+        directory_lock(str(tmp_path / checkpoints.removesuffix("/checkpoints"))),
+        pytest.raises(DirectoryInUseError, match=r"in use .*checkpointer\.dir"),
+    ):
+        fit(cfg)
+
+
+def test_checkpoints_inside_the_folder_of_the_run_need_no_lock_of_their_own(tmp_path):
+    with locked_folders(str(tmp_path), str(tmp_path / "checkpoints")) as checks:
+        assert len(checks) == 1
+    assert not checks
+    with locked_folders(str(tmp_path), str(tmp_path / "elsewhere" / "checkpoints")) as checks:
+        assert len(checks) == 2
+
+
+def test_events_are_read_in_their_order_and_incomplete_lines_are_not(tmp_path):
+    folder = os.fspath(tmp_path)
+    assert read_events(folder) == []
+    log_event(folder, "start", step=0)
+    log_event(folder, "end", step=7)
+    with open(tmp_path / EVENTS_FILE, "a") as file:
+        file.write('[]\n{"time": 1.0, "event": "sta')
+    assert [(x["event"], x["step"]) for x in read_events(folder)] == [("start", 0), ("end", 7)]
