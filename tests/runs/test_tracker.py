@@ -20,7 +20,7 @@ from moelib.runs.tracker import MlflowTracker, Tracker, TrackerThread, WandbTrac
 from tests import tiny
 
 CANARY = "canary0123456789canary0123456789canary01"
-NAME = "tests.train.test_tracker:Recorder"
+NAME = "tests.runs.test_tracker:Recorder"
 
 
 class Recorder(Tracker):
