@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from moelib.inference.generate import generate
     from moelib.planning.plan import plan
     from moelib.runs.loading import load_model
-    from moelib.train.fit import fit
-    from moelib.train.task import Task
-    from moelib.train.task_run import predict
+    from moelib.tasks.fit import fit
+    from moelib.tasks.run import predict
+    from moelib.tasks.task import Task
     from moelib.verify.run import verify_config
 
 __version__ = "0.1.0"
@@ -37,13 +37,13 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Task": "moelib.train.task",
+    "Task": "moelib.tasks.task",
     "evaluate": "moelib.evaluation.evaluate",
-    "fit": "moelib.train.fit",
+    "fit": "moelib.tasks.fit",
     "generate": "moelib.inference.generate",
     "load_model": "moelib.runs.loading",
     "plan": "moelib.planning.plan",
-    "predict": "moelib.train.task_run",
+    "predict": "moelib.tasks.run",
     "verify_config": "moelib.verify.run",
 }
 

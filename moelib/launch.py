@@ -26,7 +26,7 @@ from moelib.runtime.command_line import flag, no_arguments, run_command
 from moelib.runtime.compilation_cache import use_compilation_cache
 
 if TYPE_CHECKING:
-    from moelib.train.fit import FitResult
+    from moelib.tasks.fit import FitResult
 
 logger = logging.getLogger(__name__)
 
@@ -393,7 +393,7 @@ def fit(cfg: Any, *, dump: str | None = None, name: str = "step") -> "FitResult"
         dump: Folder for the compiled step and its report.
         name: Name of the step in the report.
     """
-    from moelib.train.fit import fit
+    from moelib.tasks.fit import fit
 
     if dump is None:
         return fit(cfg)

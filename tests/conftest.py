@@ -51,6 +51,7 @@ _STANDARD_PROMOTION = (
     "benchmarks",
     "learner",
     "runs",
+    "tasks",
     "train",
     "cli",
     "docs",

@@ -28,6 +28,7 @@ from moelib.layers.moe.layer import MoELayer
 from moelib.layers.transformer import BaseStack, ScanStack, TransformerLayer
 from moelib.learner.optimizers import adamw_optimizer
 from moelib.models.causal_lm import CausalLM
+from moelib.models.model import Model
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.trainer import SpmdTrainer
@@ -156,7 +157,7 @@ def assert_trees_close(got: Any, want: Any, tolerance: float = 1e-5) -> None:
 # -- Trainers ------------------------------------------------------------------------------------
 
 
-class TinyModel(BaseLayer):
+class TinyModel(Model):
     """Embedding, dropout, head; an auxiliary loss, and a count that it keeps itself."""
 
     @config_class

@@ -12,7 +12,7 @@ Letters: B sequences of a batch, S sequence length.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -66,6 +66,8 @@ class Input(Configurable):
 
     # Whether a batch depends on the parameters before its step, so that none is made ahead.
     reads_parameters: bool = False
+    # Returns the current parameters on the host, as `Model.result_of` does; set by the trainer.
+    parameters: Callable[[], Any] = staticmethod(lambda: None)
     # Names of the sources that `source_ids` tells apart, of a mixture; () for other inputs.
     source_names: Sequence[str] = ()
 
@@ -73,6 +75,19 @@ class Input(Configurable):
     class Config(Configurable.Config):
         seq_len: int = REQUIRED  # S.
         global_batch_size: int = REQUIRED  # Sequences per step, over all hosts.
+
+        def complete(self, model: Any) -> None:
+            """Sets unset fields that follow from the config of the model."""
+
+        def abstract_batch(self, opened: Callable[[], "Input"]) -> "Batch":
+            """Returns a global batch as `jax.ShapeDtypeStruct`s.
+
+            `opened` returns the input, for those whose data determine the shapes.
+            """
+            import jax
+
+            shapes = batch_spec(self.global_batch_size, self.seq_len)
+            return {name: jax.ShapeDtypeStruct(shape, "int32") for name, shape in shapes.items()}
 
         if TYPE_CHECKING:  # A field of this type holds any subclass; its fields may be set.
 

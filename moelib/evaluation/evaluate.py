@@ -20,8 +20,8 @@ from moelib.runs.loading import LoadedModel
 from moelib.runtime import storage
 from moelib.runtime.processes import on_process_0
 from moelib.runtime.progress import Progress
-from moelib.train.task import Task
-from moelib.train.task_run import Examples, evaluate_task
+from moelib.tasks.run import Examples, evaluate_task
+from moelib.tasks.task import Task
 
 
 @overload
@@ -55,7 +55,7 @@ def evaluate(
         for result in moelib.evaluate(model, ["piqa"], data_dir="benchmarks"):
             print(result.task, result.metric, result.value)
 
-    Of a task (`moelib.train.task`), it returns {name: value}: the loss and its metrics over all
+    Of a task (`moelib.tasks.task`), it returns {name: value}: the loss and its metrics over all
     examples, the `metric` of the task, and `weight`, that of the loss.
 
         scores = moelib.evaluate(task, examples, trainer_dir="runs/digits")

@@ -141,21 +141,28 @@ def remat(
     return wrap
 
 
-def names_checked_together() -> contextlib.AbstractContextManager[None]:
-    """Makes it enough that one of the blocks traced inside has a name; checks them at the end."""
+@contextlib.contextmanager
+def names_checked_together(*, check: bool = True) -> Iterator[None]:
+    """Makes it enough that one of the blocks traced inside has a name; checks them at the end.
+
+    Without `check`, a name may also be one of blocks that are traced elsewhere.
+    """
     outer = _scope.get()
-    return _traced(() if outer is None else outer.saved, is_group=True)
+    with _traced(() if outer is None else outer.saved, is_group=True) as scope:
+        yield
+        if not check:
+            scope.wanted = ()
 
 
 @contextlib.contextmanager
 def _traced(
     saved: tuple[str, ...], wanted: tuple[str, ...] = (), is_group: bool = False
-) -> Iterator[None]:
+) -> Iterator[_Scope]:
     """Traces a scope. Raises UserError at its end if it lacks a name, or leaves that to a group."""
     outer, scope = _scope.get(), _Scope(saved, wanted, is_group)
     token = _scope.set(scope)
     try:
-        yield
+        yield scope
     finally:
         _scope.reset(token)
     if outer is not None:

@@ -1,9 +1,7 @@
 """Transformer layers, and stacks of them as a loop or as a scan over repeated blocks."""
 
-import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -31,20 +29,6 @@ _MAX_LAYERS = 10_000  # Far above any model; far more would be built for hours.
 
 # The residual stream, and what layers carry besides it.
 Stream = tuple[Array, dict[str, Array]]
-
-# Called instead of the repeated blocks of a ScanStack: (stack, x, side inputs) -> output.
-Cut = Callable[["ScanStack", Array, dict[str, Any]], Array]
-_cut: ContextVar[Cut | None] = ContextVar("moelib_cut", default=None)
-
-
-@contextlib.contextmanager
-def cut_at_blocks(fn: Cut) -> Iterator[None]:
-    """Calls `fn` instead of the repeated blocks of the stacks that run inside the block."""
-    token = _cut.set(fn)
-    try:
-        yield
-    finally:
-        _cut.reset(token)
 
 
 class TransformerLayer(BaseLayer):
@@ -141,13 +125,18 @@ class BaseStack(BaseLayer):
         """Returns the last layer's output; the side inputs go to every layer."""
         stream = x, initial_carry(self, x)
         with names_checked_together():
-            for i in range(len(self.config.first_layers)):
-                stream = self._apply([f"layer{i}"], stream, side_inputs, self._remat_first)
+            stream = self._apply_first(stream, side_inputs)
             x, carried = self._apply_blocks(stream, side_inputs) if self._repeats else stream
         put_back(carried)
         if balance_pool(self) is None:
             add_pooled_balance_loss(self)
         return x
+
+    def _apply_first(self, stream: Stream, side_inputs: dict[str, Any]) -> Stream:
+        """Returns the output of the first layers."""
+        for i in range(len(self.config.first_layers)):
+            stream = self._apply([f"layer{i}"], stream, side_inputs, self._remat_first)
+        return stream
 
     @abstractmethod
     def _apply_blocks(self, stream: Stream, side_inputs: dict[str, Any]) -> Stream:
@@ -222,6 +211,16 @@ class ScanStack(BaseStack):
     def _block_names(self) -> list[str]:
         return [f"repeated{j}" for j in range(len(self.config.block))]
 
+    def forward_first(
+        self, x: Float[Array, "B S D"], side_inputs: dict[str, Any]
+    ) -> Float[Array, "B S D"]:
+        """Returns the input of the first block, without a check of the names in `remat`.
+
+        No layer inside may carry values to the next one.
+        """
+        with names_checked_together(check=False):
+            return self._apply_first((x, {}), side_inputs)[0]
+
     def forward_block(
         self, x: Array, block: Array, key: Array | None, side_inputs: dict[str, Any]
     ) -> Array:
@@ -243,8 +242,6 @@ class ScanStack(BaseStack):
         return self._apply(names, (x, {}), side_inputs, self._remat_block)[0]
 
     def _apply_blocks(self, stream: Stream, side_inputs: dict[str, Any]) -> Stream:
-        if (cut := _cut.get()) is not None:
-            return cut(self, stream[0], side_inputs), stream[1]
         names = self._block_names
 
         def run(stream: Stream, _: None) -> tuple[Stream, None]:

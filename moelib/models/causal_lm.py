@@ -1,13 +1,13 @@
 """A causal language model: embedding, decoder, norm, head."""
 
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.errors import UserError
-from moelib.core.metrics import WeightedScalar, weighted
+from moelib.core.metrics import Metric, WeightedScalar, weighted
 from moelib.core.module import Module, nowrap
 from moelib.core.tree import Batch
 from moelib.layers.base import BaseLayer
@@ -17,11 +17,12 @@ from moelib.layers.norm import BaseNorm, RMSNorm
 from moelib.layers.quantization import Quantization
 from moelib.layers.transformer import ScanStack
 from moelib.models.loss import TokenLoss, language_model_loss
+from moelib.models.model import StackedModel
 from moelib.models.multi_token_prediction import MULTI_TOKEN, MultiTokenPrediction
 from moelib.parallel.sharding import constrain
 
 
-class CausalLM(BaseLayer):
+class CausalLM(StackedModel):
     """Predicts each token from those before it.
 
     A batch holds `input_ids [B, S] int32`, `target_labels [B, S]` (negative: ignored), and
@@ -29,8 +30,10 @@ class CausalLM(BaseLayer):
     is 1 for the source of a sequence, of N, and 0 for the others.
     """
 
+    has_source_metrics = True
+
     @config_class
-    class Config(BaseLayer.Config):
+    class Config(StackedModel.Config):
         vocab_size: Required[int] = REQUIRED  # V.
         dim: Required[int] = REQUIRED  # D.
         embedding: Embedding.Config = Embedding.default_config()  # Vectors of the tokens.
@@ -78,23 +81,34 @@ class CausalLM(BaseLayer):
         if cfg.multi_token_prediction is not None:
             self._add_child(MULTI_TOKEN, cfg.multi_token_prediction.clone(dim=cfg.dim))
 
+    @property
+    def stack(self) -> BaseLayer:
+        """The decoder."""
+        return cast(BaseLayer, self.children["decoder"])
+
+    def before(self, batch: Batch) -> tuple[Float[Array, "B S D"], dict[str, Any]]:
+        """Returns the vectors of the tokens, and the side inputs of the decoder."""
+        segment_ids = batch.get("segment_ids")
+        mask = None if segment_ids is None else segment_ids > 0
+        x = self.embedding(batch["input_ids"])
+        x = constrain(x, ("batch", "residual_sequence", "activation_embed"))
+        return x, {"positions": _positions(batch), "segment_ids": segment_ids, "mask": mask}
+
     def hidden(self, batch: Batch) -> Float[Array, "B S D"]:
         """Returns the normalized output of the decoder."""
-        ids: Int[Array, "B S"] = batch["input_ids"]
-        segment_ids, positions = batch.get("segment_ids"), _positions(batch)
-        mask = None if segment_ids is None else segment_ids > 0
-        x = constrain(self.embedding(ids), ("batch", "residual_sequence", "activation_embed"))
-        x = self.decoder(x, positions=positions, segment_ids=segment_ids, mask=mask)
-        return self.output_norm(x)
+        x, side_inputs = self.before(batch)
+        return self.output_norm(self.decoder(x, **side_inputs))
 
-    def forward(self, batch: Batch) -> tuple[WeightedScalar, dict[str, WeightedScalar]]:
+    def after(
+        self, x: Float[Array, "B S D"], batch: Batch
+    ) -> tuple[WeightedScalar, dict[str, Metric]]:
         """Returns (loss, metrics): means over the batch's valid tokens and their number.
 
         The loss is the cross-entropy in nats plus the z-loss of the config; auxiliary losses of
         layers are outputs of their own. The metrics are `cross_entropy` and, if the batch has
         sources, `cross_entropy_by_source [N]`, which is 0 for one without valid tokens.
         """
-        hidden = self.hidden(batch)
+        hidden = self.output_norm(x)
         tied = self.config.lm_head is None
         # A cast as in `BaseLayer.operands`.
         head = self.parameters["embedding" if tied else "lm_head"]["weight"].astype(hidden.dtype)
@@ -115,7 +129,9 @@ class CausalLM(BaseLayer):
             )
         num = jnp.maximum(out.num_tokens, 1.0)
         loss = WeightedScalar(out.objective / num, out.num_tokens)
-        metrics = {"cross_entropy": weighted(out.cross_entropy / num, out.num_tokens)}
+        metrics: dict[str, Metric] = {
+            "cross_entropy": weighted(out.cross_entropy / num, out.num_tokens)
+        }
         if out.by_source is not None:
             total, counted = out.by_source.T
             mean = total / jnp.maximum(counted, 1.0)

@@ -114,7 +114,7 @@ class _Batches:
 def main(folder: str) -> int:
     """Runs the config of a drill, and returns the exit status."""
     from moelib.runtime.distributed import initialize_distributed
-    from moelib.train.fit import fit
+    from moelib.tasks.fit import fit
 
     path = pathlib.Path(folder)
     drill = _Drill(path, int(os.environ.get("JAX_PROCESS_ID", "0")))

@@ -11,7 +11,7 @@ from moelib.core.errors import UserError
 from moelib.data.synthetic import SyntheticInput
 from moelib.models.dense_twin import DenseTwin, dense_twin
 from moelib.runs.metrics_file import read_metrics
-from moelib.train.fit import fit
+from moelib.tasks.fit import fit
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from moelib.checkpoint.object_store import move_checkpoint
 from moelib.checkpoint.restore import find_checkpoints, on_all_processes
 from moelib.data.prefetch import HostRows
 from moelib.data.skip_batches import SKIPPED, check_ranges, merged, parse_range
-from moelib.runtime import storage
-from moelib.runtime.processes import agreed, on_process_0
 from moelib.runs.identity import check_directory
 from moelib.runs.input_state import input_state_of
 from moelib.runs.run_log import log_event, read_events
+from moelib.runtime import storage
+from moelib.runtime.processes import agreed, on_process_0
 
 logger = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 
+from moelib.runs.run_log import CONFIG_FILE
 from moelib.runtime import storage
 from moelib.runtime.directory_lock import LOCK_FILE, directory_lock
-from moelib.runs.run_log import CONFIG_FILE
 
 
 @contextlib.contextmanager

@@ -70,6 +70,7 @@ def _age(record: Mapping[str, Any]) -> float:
 
 
 def with_share(seconds: Scalars) -> Scalars:
+    """Returns the seconds by part, after `goodput`, the productive share of their sum."""
     total = sum(seconds.values())
     return {"goodput": seconds[PRODUCTIVE] / total if total > 0 else 0.0, **seconds}
 

@@ -14,18 +14,18 @@ import jax
 
 from moelib.checkpoint.contents import CheckpointRecord
 from moelib.core import tree
-from moelib.core.config_parse import parse
 from moelib.core.config import REQUIRED
+from moelib.core.config_parse import parse
 from moelib.core.config_paths import Line, lines, sub_configs, text_lines
 from moelib.core.errors import UserError
 from moelib.core.trusted_code import UntrustedNameError
 from moelib.data.input import Input
 from moelib.parallel.mesh import describe_mesh
+from moelib.runs.run_log import CONFIG_FILE, EVENTS_FILE, log_event, read_events
 from moelib.runtime import storage
 from moelib.runtime.files import atomic_file, read_json, read_text, write_json
 from moelib.runtime.processes import gather_json
 from moelib.runtime.versions import library_versions
-from moelib.runs.run_log import CONFIG_FILE, EVENTS_FILE, log_event, read_events
 
 logger = logging.getLogger(__name__)
 

@@ -21,16 +21,16 @@ from moelib.core.precision import is_cast
 from moelib.core.tree import Nested
 from moelib.data.input import load_tokenizer
 from moelib.data.tokenizer import FILE_NAME, SETTINGS_FILE, Tokenizer, read_tokenizer
+from moelib.huggingface import pretrained
+from moelib.huggingface.settings import check_setting
 from moelib.kernels.backend import kernel_backends
 from moelib.models.causal_lm import CausalLM
-from moelib.huggingface.settings import check_setting
 from moelib.parallel import sharding
 from moelib.parallel.mesh import MESH_AXIS_NAMES, create_device_mesh, parse_mesh
+from moelib.parallel.sharding import abstract_arrays
+from moelib.runs import identity
 from moelib.runtime import storage
 from moelib.runtime.files import read_json
-from moelib.runs import identity
-from moelib.huggingface import pretrained
-from moelib.parallel.sharding import abstract_arrays
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.core.module import Module, nowrap
+from moelib.runs.tracker import Tracker, TrackerThread
 from moelib.runtime import storage
 from moelib.runtime.files import atomic_file, parse_json, readable
-from moelib.runs.tracker import Tracker, TrackerThread
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from moelib.core.config_paths import text_lines
 from moelib.core.config_types import cut
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
+from moelib.runs.run_log import log_event, read_events
 from moelib.runs.secret import Secret
 from moelib.runtime import storage
-from moelib.runs.run_log import log_event, read_events
 
 logger = logging.getLogger(__name__)
 _EVENT = "tracker"  # Event with the name of a tracker and the id of its run there.

@@ -22,7 +22,7 @@ from moelib.core.module import Module, nowrap
 from moelib.core.tree import Batch
 from moelib.data.input import Input, State
 from moelib.data.prefetch import HostRows, Prefetcher, host_rows, put_batch, row_sharding
-from moelib.models.causal_lm import CausalLM
+from moelib.models.model import Model
 from moelib.runs.identity import check_inputs
 from moelib.runtime.processes import agreed
 from moelib.train.metrics import language_metrics, unpack
@@ -44,7 +44,7 @@ class SpmdEvaler(Module):
         )
 
     def __init__(
-        self, cfg: Any, *, parent: Module | None, model: Any, train_dtype: str | None = None
+        self, cfg: Any, *, parent: Module | None, model: Model, train_dtype: str | None = None
     ) -> None:
         """Builds the policy; the input is opened by `open_input` or the first evaluation."""
         super().__init__(cfg, parent=parent)
@@ -113,7 +113,7 @@ class SpmdEvaler(Module):
         rows = self.config.input.global_batch_size
         sharding, share = self._share(mesh)
         batches = self._input.iterator(*share)
-        names = self._input.source_names if isinstance(self._model, CausalLM) else ()
+        names = self._input.source_names if self._model.has_source_metrics else ()
 
         def put(batch: Batch) -> Any:
             placed = put_batch(batch, sharding, rows)
@@ -134,8 +134,7 @@ class SpmdEvaler(Module):
         _add(totals, before)
         self._check_weight(totals["num_tokens"])
         means = _named_by_source(_means(totals), totals, names)
-        is_language_model = getattr(self._model, "is_language_model", True)
-        return means | language_metrics(means) if is_language_model else means
+        return means | language_metrics(means) if self._model.is_language_model else means
 
     def _check_weight(self, num_tokens: float) -> None:
         if not num_tokens:

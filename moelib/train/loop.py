@@ -127,7 +127,7 @@ class TrainLoop:
         self.metrics_path = trainer.summary_writer.config.jsonl_path
         self._evalers = trainer.evalers
         self._watchers = list(trainer.watchers.values())
-        self._is_language_model = getattr(self.model, "is_language_model", True)
+        self._is_language_model = self.model.is_language_model
         self._throughput = Throughput(
             trainer.flops_per_token(),
             list(self.mesh.devices.flat),

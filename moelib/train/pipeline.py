@@ -1,17 +1,16 @@
 """The gradients of a step whose layers are spread over pipeline ranks.
 
-The model is cut around the repeated blocks of its `ScanStack`: what runs before them, the blocks,
-and what runs after them are functions of their own (`moelib.parallel.pipeline.engine`). Models need
-no code for it.
+What runs before the repeated blocks of the model's `ScanStack`, the blocks, and what runs after
+them are functions of their own (`moelib.models.model.StackedModel`,
+`moelib.parallel.pipeline.engine`).
 """
 
-import contextlib
 import dataclasses
 import functools
 import logging
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +21,8 @@ from moelib.core import tree
 from moelib.core.context import (
     OutputCollection,
     OutsideError,
-    context_stack,
     fold_name,
     names_below,
-    new_output_collection,
-    prune_empty,
 )
 from moelib.core.errors import UserError
 from moelib.core.metrics import combine, empty, is_metric, weighted
@@ -38,9 +34,10 @@ from moelib.layers.carry import carry_names
 from moelib.layers.moe.balance import BalanceScope
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.quantization import QuantizedWeight, quantized_weights
-from moelib.layers.transformer import ScanStack, cut_at_blocks
+from moelib.layers.transformer import ScanStack
 from moelib.learner.accumulation import Accumulated, split_batch
 from moelib.learner.learner import Learner
+from moelib.models.model import Model, StackedModel
 from moelib.parallel import sharding
 from moelib.parallel.pipeline.engine import AXIS, Functions, Layout, run_pipeline
 from moelib.parallel.pipeline.schedule import Schedule
@@ -50,33 +47,24 @@ from moelib.train.state import updated
 logger = logging.getLogger(__name__)
 
 
-class _CutError(BaseException):
-    """The end of a forward pass at the repeated blocks."""
-
-
-class _Before(NamedTuple):
-    """Results of a forward pass up to the blocks."""
-
-    x: jax.Array
-    side_inputs: dict[str, Any]
-    outputs: OutputCollection
-
-
-def stack_of(model: Any) -> ScanStack:
+def stack_of(model: Model) -> ScanStack:
     """Returns the stack whose blocks a pipeline spreads over its ranks.
 
     Raises:
-        UserError: If the model has no such stack, or several, or a layer that looks at all layers.
+        UserError: If the model has no such stack, or a layer that looks at all layers.
     """
-    is_language_model = hasattr(model, "walk") and hasattr(model, "token_counts")
-    layers = [layer for layer, _ in model.walk()] if is_language_model else []
-    stacks = [layer for layer in layers if isinstance(layer, ScanStack)]
-    if len(stacks) != 1 or not stacks[0].num_blocks:
+    stack = model.stack if isinstance(model, StackedModel) else None
+    if not isinstance(stack, ScanStack) or not stack.num_blocks:
         raise UserError(
-            f"mesh axis pipeline: {model.name} has {len(stacks)} stacks of repeated layers; make "
-            "its decoder a ScanStack, or set pipeline=1."
+            f"mesh axis pipeline: {model.name} has no stack of repeated layers; make its decoder a "
+            "ScanStack, or set pipeline=1."
         )
-    for layer in layers:
+    if type(model).forward is not StackedModel.forward:
+        raise UserError(
+            f"mesh axis pipeline: {type(model).__qualname__} overrides forward, which a pipeline "
+            "does not call; override before and after, or set pipeline=1."
+        )
+    for layer, _ in model.walk():
         if names := carry_names(layer):
             raise UserError(
                 f"mesh axis pipeline: {layer._title()} ({type(layer).__qualname__}) carries "
@@ -89,7 +77,7 @@ def stack_of(model: Any) -> ScanStack:
                 f"{layer._title()}.load_balance_loss.scope is ALL_LAYERS, but the layers of a "
                 "pipeline are on different devices; set another scope, or pipeline=1."
             )
-    return stacks[0]
+    return stack
 
 
 def stage_sizes(num_blocks: int, num_stages: int) -> tuple[int, ...]:
@@ -111,7 +99,7 @@ class _Cut:
     """
 
     def __init__(
-        self, model: Any, learner: Learner, placement: "_Placement", dtype: Any, *, uniform: bool
+        self, model: Model, learner: Learner, placement: "_Placement", dtype: Any, *, uniform: bool
     ) -> None:
         self.model, self.learner, self.stack = model, learner, stack_of(model)
         self.specs, self.dtype, self.uniform = placement.specs, dtype, uniform
@@ -129,48 +117,38 @@ class _Cut:
     def _whole(self, nested: Nested) -> Nested:
         return _nested_in(self.names, nested) if nested else {}
 
-    def _before(self, outer: Nested, constants: Any, micro: Any) -> _Before:
-        """Runs the model up to its blocks."""
-        found = []
-
-        def stop(stack: ScanStack, x: jax.Array, side_inputs: dict[str, Any]) -> jax.Array:
-            for name, value in side_inputs.items():
-                if any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(value)):
-                    raise UserError(
-                        f"mesh axis pipeline: {self.stack._title()} gets {name!r}, an array of "
-                        "floats, whose gradient a pipeline does not compute; set pipeline=1."
-                    )
-            outputs = new_output_collection()
-            for context in context_stack():
-                names = names_below(self.model, context.module) or ()
-                inside = (_nested_in(names, part) for part in context.outputs)
-                outputs = OutputCollection(*map(tree.merge, outputs, inside))
-            found.append(_Before(x, side_inputs, prune_empty(outputs)))
-            raise _CutError
-
-        with contextlib.suppress(_CutError):
-            self._run(outer, constants, micro, stop)
-        return found[0]
-
-    def _run(self, outer: Nested, constants: Any, micro: Any, at_blocks: Any) -> Any:
+    def _run(self, method: str, outer: Nested, constants: Any, micro: Any, *inputs: Any) -> Any:
+        """Returns (results, outputs) of a part of the model."""
         params = tree.merge(constants["fixed"], outer)
         params = read_parameters(params, self.specs, self.dtype, constants["quantized"])
-        with cut_at_blocks(at_blocks):
-            return functional(self.model, micro["key"], params, (micro["batch"],), is_training=True)
+        return functional(self.model, micro["key"], params, inputs, is_training=True, method=method)
 
     def first(self, outer: Nested, constants: Any, micro: Any) -> Any:
         """Returns the input of the first block, the auxiliary losses so far, and outputs."""
-        before = self._before(outer, constants, micro)
-        outputs = self._checked(before.outputs)
+        (x, side_inputs), outputs = self._run(
+            "before_blocks", outer, constants, micro, micro["batch"]
+        )
+        for name, value in side_inputs.items():
+            if any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(value)):
+                raise UserError(
+                    f"mesh axis pipeline: {self.stack._title()} gets {name!r}, an array of floats, "
+                    "whose gradient a pipeline does not compute; set pipeline=1."
+                )
+        if outputs.state_updates:
+            path = next(iter(tree.by_path(outputs.state_updates)))
+            raise UserError(
+                f"mesh axis pipeline: {path} is updated by a layer before the repeated layers; "
+                "set pipeline=1."
+            )
         total = outputs.total_aux_loss(micro["num_tokens"])
-        return (before.x, total * micro["shares"][1]), outputs
+        return (x, total * micro["shares"][1]), outputs._replace(module_outputs={})
 
     def stage(
         self, params: Any, x: jax.Array, fixed: Any, constants: Any, micro: Any, blocks: Any
     ) -> Any:
         """Returns the output of some blocks, their auxiliary losses, outputs and updates."""
         outer = constants["outer"]
-        side_inputs = self._before(outer, constants, micro).side_inputs
+        (_, side_inputs), _ = self._run("before", outer, constants, micro, micro["batch"])
         key = functools.reduce(fold_name, self.names, micro["key"])
         run = functools.partial(self._block, key, side_inputs, micro["num_tokens"])
         # The values that a conditional saves include weights, unless it is recomputed.
@@ -241,36 +219,13 @@ class _Cut:
     def last(self, outer: Nested, x: jax.Array, ending: Nested, constants: Any, micro: Any) -> Any:
         """Returns the objective after the blocks, and (outputs, `ending` after the pass)."""
         constants = constants | {"fixed": tree.merge(constants["fixed"], ending)}
-        known = self._before(outer, constants, micro).outputs
-        calls = []
-
-        def after_blocks(*_: Any) -> jax.Array:
-            calls.append(x)
-            if len(calls) > 1:
-                raise UserError(
-                    f"mesh axis pipeline: the model calls {self.stack._title()} more than once per "
-                    "forward pass; set pipeline=1."
-                )
-            return x
-
-        (loss, metrics), found = self._run(outer, constants, micro, after_blocks)
-        new = lambda part, earlier: tree.split(part, tree.by_path(earlier).__contains__)[1]
-        outputs = OutputCollection(*map(new, found, known))
+        (loss, metrics), outputs = self._run("after", outer, constants, micro, x, micro["batch"])
         ending = updated(ending, outputs.state_updates, outer, self.learner)
         outputs = outputs._replace(state_updates={}, module_outputs={})
         loss = as_metric(loss)
         total = outputs.total_aux_loss(micro["num_tokens"])
         objective = jnp.stack([loss.mean, total]) @ micro["shares"]
         return objective, ((loss, metrics, outputs), ending)
-
-    def _checked(self, outputs: OutputCollection) -> OutputCollection:
-        if outputs.state_updates:
-            path = next(iter(tree.by_path(outputs.state_updates)))
-            raise UserError(
-                f"mesh axis pipeline: {path} is updated by a layer before the repeated layers; "
-                "set pipeline=1."
-            )
-        return outputs._replace(module_outputs={})
 
 
 class PipelineConfig(NamedTuple):
@@ -281,14 +236,14 @@ class PipelineConfig(NamedTuple):
     uniform: bool = False  # On CPUs; see `run_pipeline`.
 
 
-def layout_of(model: Any, pipeline: PipelineConfig) -> Layout:
+def layout_of(model: Model, pipeline: PipelineConfig) -> Layout:
     """Returns the stages of a model."""
     schedule, num_ranks = pipeline.schedule, pipeline.num_ranks
     sizes = stage_sizes(stack_of(model).num_blocks, num_ranks * schedule.num_chunks)
     return Layout(schedule, num_ranks, sizes)
 
 
-def warn_empty_stages(model: Any, pipeline: PipelineConfig) -> None:
+def warn_empty_stages(model: Model, pipeline: PipelineConfig) -> None:
     """Logs a warning if a model has fewer blocks than there are stages, some of which then idle."""
     sizes = layout_of(model, pipeline).sizes
     if not all(sizes):
@@ -305,7 +260,7 @@ def warn_empty_stages(model: Any, pipeline: PipelineConfig) -> None:
 
 def accumulate_in_pipeline(
     pipeline: PipelineConfig,
-    model: Any,
+    model: Model,
     learner: Learner,
     params: Nested,
     train_dtype: str | None,
@@ -339,7 +294,7 @@ def accumulate_in_pipeline(
     )
     micro = split_batch(batch, num_microbatches)
     keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(num_microbatches))
-    counts = lambda batch: jnp.stack(model.token_counts(batch))  # [2]
+    counts = lambda batch: jnp.stack(cast(StackedModel, model).token_counts(batch))  # [2]
     of_each = jax.vmap(counts)(micro)  # [M, 2]
     shares = of_each / jnp.maximum(counts(batch), 1.0)[None]
     done = run_pipeline(

@@ -201,7 +201,7 @@ def completed(cfg: Any) -> Any:
     """
     cfg = cfg.clone()
     for path, holder in _inputs(cfg).items():
-        _fill(holder.input, None, collate=dict(cfg.model.items()).get("collate"))
+        holder.input.complete(cfg.model)
         _set_vocab_size(holder.input, dict(cfg.model.items()).get("vocab_size"), join_path(path))
     for watcher in cfg.watchers.values():
         watcher.complete(cfg)

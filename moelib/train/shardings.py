@@ -14,19 +14,19 @@ from moelib.core.jaxpr import forward_pass
 from moelib.core.param import ParameterSpec, is_spec
 from moelib.core.tree import Batch
 from moelib.layers.external import ExternalLayer
+from moelib.models.model import Model
 from moelib.parallel import sharding
 from moelib.parallel.auto_sharding.specs import ShardingReport, auto_partition_specs
 from moelib.parallel.mesh import describe_mesh
 from moelib.runtime.progress import format_bytes
 from moelib.runtime.table import Table
 from moelib.train.settings import rules_of
-from moelib.train.task import Task
 
 logger = logging.getLogger(__name__)
 
 
 def shard_external_layers(
-    model: Any, mesh_shape: Mapping[str, int], example_batch: Callable[[], Batch]
+    model: Model, mesh_shape: Mapping[str, int], example_batch: Callable[[], Batch]
 ) -> ShardingReport | None:
     """Shards the parameters of `ExternalLayer`s over the mesh axes "model" and "fsdp".
 
@@ -62,7 +62,7 @@ def shard_external_layers(
                 sharding.partition_spec(each.axes, sizes, shape=each.shape, array=path),
             )
             for path, each in shapes.items()
-            if path in ruled and (isinstance(model, Task) or {*each.axes} <= {None, "layers"})
+            if path in ruled and (model.is_auto_sharded or {*each.axes} <= {None, "layers"})
         ]
         try:
             found = auto_partition_specs(

@@ -20,6 +20,7 @@ from moelib.core.tree import Batch, Nested
 from moelib.layers.quantization import quantized_weights
 from moelib.learner.accumulation import Accumulated, accumulate
 from moelib.learner.learner import Learner, LearnerUpdate
+from moelib.models.model import Model
 from moelib.parallel import sharding
 from moelib.train.metrics import NON_FINITE, PackedMetrics, as_metric, collect, pack
 from moelib.train.no_gradient import tag_gradients
@@ -32,7 +33,7 @@ EvalStep = Callable[[Nested, Batch], PackedMetrics]
 
 
 def make_train_step(
-    model: Any,
+    model: Model,
     learner: Learner,
     *,
     train_dtype: str | None = None,
@@ -88,7 +89,7 @@ def make_train_step(
 
 def _accumulate(
     log_gradient_noise: bool,
-    model: Any,
+    model: Model,
     learner: Learner,
     params: Nested,
     train_dtype: str | None,
@@ -105,11 +106,11 @@ def _accumulate(
         if specs[path].axes[:1] == ("layers",) and precision.is_cast(specs[path], train_dtype)
     }
     values |= quantized_weights(params, specs, train_dtype)  # Once for all micro-batches.
-    counts = _token_counts(model, batch)
+    counts = model.token_counts(batch)
 
     def micro_step(batch: Batch, carry: Any) -> Any:
         fixed, index = carry
-        shares = _shares(_token_counts(model, batch), counts, num_microbatches)
+        shares = _shares(model.token_counts(batch), counts, num_microbatches)
 
         def objective(at: Nested) -> Any:
             params = tree.merge(fixed, at)
@@ -138,11 +139,10 @@ def _accumulate(
     return done._replace(state=done.state[0])
 
 
-def make_own_train_step(task: Any, learner: Learner) -> TrainStep:
-    """Returns the function of `make_train_step` for a task with a training step of its own.
+def make_own_train_step(model: Model, learner: Learner) -> TrainStep:
+    """Returns the function of `make_train_step` for a model with a training step of its own.
 
-    `task.own_step(batch, apply_gradients)` returns (new parameters, loss, metrics). Parameters that
-    it changes without a gradient keep these values.
+    Parameters that `model.own_step` changes without a gradient keep these values.
     """
 
     def train_step(state: TrainerState, batch: Batch) -> tuple[TrainerState, PackedMetrics]:
@@ -161,19 +161,19 @@ def make_own_train_step(task: Any, learner: Learner) -> TrainStep:
             return updates[0].params
 
         (params, loss, metrics), _ = functional(
-            task, key, state.model, (batch, apply_gradients), is_training=True, method="own_step"
+            model, key, state.model, (batch, apply_gradients), is_training=True, method="own_step"
         )
         found = {name: reading(value) for name, value in metrics.items()}
         found |= {"loss": loss.mean, "num_tokens": loss.weight, "objective": loss.mean}
         learner_state = state.learner
         if updates:
             learner_state, found = updates[0].state, found | updates[0].metrics
-        return _end_step(task, learner, state, params, learner_state, found)
+        return _end_step(model, learner, state, params, learner_state, found)
 
     return train_step
 
 
-def make_eval_step(model: Any, *, train_dtype: str | None = None) -> EvalStep:
+def make_eval_step(model: Model, *, train_dtype: str | None = None) -> EvalStep:
     """Returns the function (parameters, batch) -> sums that an evaluation accumulates.
 
     They are `num_tokens`; `total/<name>`, a mean times its weight, and `weight/<name>`; and
@@ -198,23 +198,18 @@ def make_eval_step(model: Any, *, train_dtype: str | None = None) -> EvalStep:
 
 
 def _forward(
-    model: Any, params: Nested, key: jax.Array | None, batch: Batch, *, is_training: bool
+    model: Model, params: Nested, key: jax.Array | None, batch: Batch, *, is_training: bool
 ) -> Any:
     """Returns (loss, auxiliary losses, (metrics, state updates))."""
     outputs, collection = functional(model, key, params, (batch,), is_training=is_training)
     loss, metrics = outputs
     loss = as_metric(loss)
-    counts = _token_counts(model, batch)
+    counts = model.token_counts(batch)
     num_tokens = None if counts is None else counts[1]
     total = collection.total_aux_loss(num_tokens)
     aux_loss = weighted(total, loss.weight if num_tokens is None else num_tokens)
     found = collect(loss, metrics, collection, batch, aux_loss)
     return loss.mean, total, (found, collection.state_updates)
-
-
-def _token_counts(model: Any, batch: Batch) -> tuple[jax.Array, jax.Array] | None:
-    """Returns the tokens of the loss and of auxiliary losses, or None if the model has no count."""
-    return model.token_counts(batch) if hasattr(model, "token_counts") else None
 
 
 def _shares(counts: Any, of: Any, num_microbatches: int) -> Any:
@@ -228,15 +223,19 @@ def _shares(counts: Any, of: Any, num_microbatches: int) -> Any:
 
 
 def _end_step(
-    model: Any, learner: Learner, before: TrainerState, new: Nested, learner_state: Any, found: Any
+    model: Model,
+    learner: Learner,
+    before: TrainerState,
+    new: Nested,
+    learner_state: Any,
+    found: Any,
 ) -> tuple[TrainerState, PackedMetrics]:
     """Returns the state after the layers' own updates at the end of the step, and the metrics.
 
     Frozen parameters keep their values, and all parameters do if the step is skipped.
     """
     skipped = found.get("skipped")
-    if hasattr(model, "end_step_recursively"):
-        new = model.end_step_recursively(new)
+    new = model.end_step_recursively(new)
 
     def after(path: str, x: jax.Array, before: jax.Array) -> jax.Array:
         if learner.is_frozen(path):

@@ -27,12 +27,13 @@ from moelib.core.config import (
 from moelib.core.errors import UserError
 from moelib.core.module import Module, nowrap
 from moelib.core.param import is_spec
-from moelib.data.input import Input, batch_spec
+from moelib.data.input import Input
 from moelib.data.prefetch import HostRows, host_rows, row_sharding
 from moelib.huggingface.pretrained import FILES, copy_files
 from moelib.kernels.backend import kernel_backends, warn_unused_backends
 from moelib.kernels.check import check_kernels
 from moelib.learner.learner import Learner
+from moelib.models.model import Model
 from moelib.parallel import sharding
 from moelib.parallel.auto_sharding.specs import ShardingReport
 from moelib.parallel.mesh import (
@@ -79,8 +80,6 @@ from moelib.train.shardings import shard_external_layers
 from moelib.train.signals import StopRequest, ended_by_sigterm
 from moelib.train.state import TrainerState
 from moelib.train.step import make_own_train_step, make_train_step
-from moelib.train.task import Task
-from moelib.train.task_input import TaskInput
 from moelib.train.watcher import Activity, GoBack, Watcher
 from moelib.train.watchers import gradient_noise
 from moelib.train.watchers.watchdog import Watchdog
@@ -91,27 +90,19 @@ logger = logging.getLogger(__name__)
 class SpmdTrainer(Module):
     """Trains a model on any number of devices and processes.
 
-    The model is a module with `create_parameter_specs_recursively() -> nested dict of
-    ParameterSpec`, `initialize_parameters_recursively(prng_key) -> nested dict of arrays`, and
-    `forward(batch) -> (loss, metrics)`, where the loss is a WeightedScalar of nats per token and
-    the number of tokens. Optional methods: `end_step_recursively(parameters) -> parameters`,
-    applied after each step; `flops_per_token(seq_len=) -> float`, for FLOP/s; `token_counts(batch)
-    -> (tokens of the loss, tokens of auxiliary losses)`, without which auxiliary losses are
-    weighted like the loss.
-
     A run writes `config.txt`, `metrics.jsonl`, `summaries/` and `checkpoints/` into its folder.
     Started again, it resumes from the newest checkpoint and takes the same steps, bit for bit, as
     an uninterrupted run on the same mesh.
     """
 
-    model: Any
+    model: Model
     summary_writer: SummaryWriter
 
     @config_class
     class Config(Module.Config):
         # -- Task
         input: Required[Input.Config] = REQUIRED  # Training batches.
-        # The model: a CausalLM, or any module whose forward pass returns the loss of a batch.
+        # The model: a CausalLM, or any `moelib.models.model.Model`.
         model: Required[InstantiableConfig] = REQUIRED
         learner: Learner.Config = Learner.default_config()  # Optimizer, schedule, averages.
         max_step: Required[int] = REQUIRED  # Step at which training ends.
@@ -203,10 +194,14 @@ class SpmdTrainer(Module):
         check_config(self.config)
         cfg = completed(self.config)
         self._input_config = cfg.input
-        self._add_child("model", cfg.model)
+        if not isinstance(self._add_child("model", cfg.model), Model):
+            raise UserError(
+                f"model is a {type(self.model).__qualname__}; set a moelib.models.model.Model, "
+                "whose forward pass returns the loss of a batch."
+            )
         self._state: TrainerState | None = None  # There is none for examples of this sharding.
         self.sharding_report: ShardingReport | None = None  # Of automatic shardings.
-        if cfg.auto_sharding or isinstance(self.model, Task):
+        if cfg.auto_sharding or self.model.is_auto_sharded:
             with sharding.sharding_rules(rules_of(cfg)):
                 self.sharding_report = shard_external_layers(
                     self.model, self.mesh_sizes, self._replica_batch
@@ -303,15 +298,13 @@ class SpmdTrainer(Module):
     def input(self) -> Input:
         """The training input, opened on first use."""
         opened = self._input_config.instantiate()
-        if isinstance(opened, TaskInput):
-            opened.parameters = self._params_on_host
+        opened.parameters = self._params_on_host
         return opened
 
     @nowrap
-    def params_of_task(self) -> Any:
-        """Returns the parameters to evaluate, in the task's own tree; None for other models."""
-        is_task = isinstance(self.model, Task)
-        return self.model.own_tree(self.model_params_for_eval()) if is_task else None
+    def result(self) -> Any:
+        """Returns the parameters to evaluate as the model gives them to `moelib.fit`, or None."""
+        return self.model.result_of(self.model_params_for_eval())
 
     @nowrap
     def best_step(self) -> int | None:
@@ -319,19 +312,16 @@ class SpmdTrainer(Module):
         return None if self.config.checkpointer is None else self.checkpointer.best_step()
 
     def _params_on_host(self) -> Any:
-        """Returns the parameters of a task in its own tree, as NumPy arrays; None without state."""
+        """Returns the current result as NumPy arrays; None without state."""
         if self._state is None:
             return None
         replicated = jax.sharding.NamedSharding(self.mesh(), jax.sharding.PartitionSpec())
         params = jax.jit(lambda x: x, out_shardings=replicated)(self.trainer_state.model)
-        return self.model.own_tree(jax.tree.map(np.asarray, params))
+        return self.model.result_of(jax.tree.map(np.asarray, params))
 
     def _abstract_batch(self) -> Any:
-        """Returns a batch without values; only that of a task opens its data."""
-        if isinstance(self.model, Task):
-            return cast("TaskInput", self.input).abstract_batch()
-        shapes = batch_spec(self.config.input.global_batch_size, self.config.input.seq_len)
-        return {name: jax.ShapeDtypeStruct(shape, "int32") for name, shape in shapes.items()}
+        """Returns a batch without values, if possible without opening data."""
+        return self._input_config.abstract_batch(lambda: self.input)
 
     def _replica_batch(self) -> Any:
         """Returns the micro-batch of one data-parallel replica, without values."""
@@ -384,8 +374,6 @@ class SpmdTrainer(Module):
     @nowrap
     def flops_per_token(self) -> float | None:
         """Returns the training FLOPs per token, or None if the model does not count them."""
-        if not hasattr(self.model, "flops_per_token"):
-            return None
         return self.model.flops_per_token(seq_len=self.config.input.seq_len)
 
     # State.
@@ -491,10 +479,10 @@ class SpmdTrainer(Module):
         traced = self.trace_train_step(batch)
         warn_unused_backends(self.config.kernel_backends)
         trained = tree.select(self.trainer_state_specs.model, self.learner.is_updated)
-        if not trained and isinstance(self.model, Task) and not self.model.has_train_step:
+        if not trained and not self.model.has_own_step:
             raise UserError(
-                "no parameter is trained: init returns integers, booleans or `fixed` ones only; "
-                "return arrays of floats, or set train_step."
+                "no parameter is trained: all are integers, booleans, `fixed` or frozen; give the "
+                "model one array of floats, or, for a task, set train_step."
             )
         # Gradients that a pipeline sums in its loop are no constants; those of a plain step are.
         plain = traced
@@ -543,11 +531,11 @@ class SpmdTrainer(Module):
             batch,
         )
         state = sharding.abstract_state(self.trainer_state_specs, self.trainer_state_shardings)
-        if isinstance(self.model, Task) and self.model.has_train_step:
+        if self.model.has_own_step:
             if cfg.num_microbatches > 1 or cfg.train_dtype is not None:
                 raise UserError(
                     f"num_microbatches={cfg.num_microbatches}, train_dtype={cfg.train_dtype}: a "
-                    "task with its own train_step uses neither; leave them unset."
+                    "model with its own train_step uses neither; leave them unset."
                 )
             step = make_own_train_step(self.model, self.learner)
         else:
@@ -616,8 +604,7 @@ class SpmdTrainer(Module):
             check_processes(cfg)
             stack.enter_context(self.on_mesh())
             _ = self.batch_sharding  # Refuses a mesh that does not divide the batch.
-            # The functions of a task are passed again wherever its weights are read.
-            if cfg.checkpointer is not None and not isinstance(self.model, Task):
+            if cfg.checkpointer is not None and self.model.is_in_config:
                 agreed(lambda: check_readable(cfg, self.trainer_state_specs.model))
             if not cfg.skip_kernel_check:
                 check_kernels(cfg.train_dtype)

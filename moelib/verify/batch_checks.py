@@ -75,7 +75,7 @@ def packing(known: Reference) -> Difference | None:
 def causality(known: Reference) -> Difference | None:
     """Checks that the loss of the tokens up to a position does not depend on later tokens."""
     model = known.probe.trainer.model
-    if not getattr(model, "is_language_model", True):
+    if not model.is_language_model:
         raise CheckSkippedError("the model is not a language model")
     for layer, _ in model.walk():
         if layer.looks_ahead or layer.mixes_documents:

@@ -1,6 +1,7 @@
 """Hugging Face folders: the parameters read back."""
 
 import tempfile
+from typing import cast
 
 import jax
 import numpy as np
@@ -28,7 +29,7 @@ def exported(known: Reference) -> Difference | str | None:
     with tempfile.TemporaryDirectory() as folder:
         save_pretrained(folder, cfg, jax.device_put(want.model, probe.shardings.model))
         empty = jax.device_put(jax.tree.map(np.zeros_like, want.model), probe.shardings.model)
-        read = replaced_parameters(empty, folder, probe.trainer.model)
+        read = replaced_parameters(empty, folder, cast(CausalLM, probe.trainer.model))
     keep = probe.trainer.learner.is_updated
     pair = tree.select(want.model, keep), tree.select(jax.device_get(read), keep)
     return first_bit_difference(*pair)

@@ -140,7 +140,7 @@ class Plain:
             counts = tokens
             if losses[0].num_tokens is not None:
                 counts = np.array([loss.num_tokens for loss in losses])
-                if hasattr(self.model, "token_counts"):
+                if self.model.token_counts(parts[0]) is not None:
                     share = counts.sum(0) / max(tokens.sum(), 1.0)
             value = _weighted([loss.value for loss in losses], counts)
             terms[path], metrics[path] = np.sum(value * weight * share), value
@@ -159,9 +159,8 @@ class Plain:
         """Returns the number of tokens that auxiliary losses are means over."""
         if isinstance(self.model, CausalLM):
             return float((batch["segment_ids"] > 0).sum())
-        if hasattr(self.model, "token_counts"):
-            return float(self.model.token_counts(batch)[1])
-        return float(out["loss"].weight)
+        counts = self.model.token_counts(batch)
+        return float(out["loss"].weight if counts is None else counts[1])
 
 
 def _without_quantization(cfg: Any) -> str:

@@ -7,7 +7,7 @@ from moelib.core.errors import UserError
 from moelib.data.input import BatchIterator
 from moelib.data.lm_input import LMInputIterator
 from moelib.data.skip_batches import SKIPPED, SkippingBatches, merged, parse_range
-from moelib.train.task_input import TaskInput
+from moelib.tasks.input import TaskInput
 from tests import tiny
 
 

@@ -15,7 +15,7 @@ from moelib.inference.generate import Completion
 from moelib.launch import load_config
 from moelib.runs.loading import LoadedModel
 from moelib.runtime.table import print_table
-from moelib.train.fit import FitResult
+from moelib.tasks.fit import FitResult
 from tests.docs import metric_names
 from tests.evaluation import folders
 

@@ -15,7 +15,7 @@ from moelib.core.module import functional
 from moelib.layers.external import Updated
 from moelib.layers.feed_forward import FeedForward
 from moelib.learner.optimizers import adamw_optimizer
-from moelib.train.task_run import task_trainer_config
+from moelib.tasks.run import task_trainer_config
 
 
 # --8<-- [start:model]

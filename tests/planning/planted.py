@@ -9,6 +9,7 @@ from moelib.core.metrics import weighted
 from moelib.core.param import ParameterSpec
 from moelib.layers.base import BaseLayer
 from moelib.learner.optimizers import adamw_optimizer
+from moelib.models.model import Model
 from moelib.parallel.sharding import constrain
 from moelib.train.trainer import SpmdTrainer
 from tests import tiny
@@ -74,7 +75,7 @@ class GathersTokens(Dense):
         return x + jnp.einsum("bsd,edf->bsf", x, weight)
 
 
-class Model(BaseLayer):
+class SmallModel(Model):
     """Embedding, one layer, head."""
 
     @config_class
@@ -109,7 +110,7 @@ def trainer(directory, layer, devices, mesh_shape=(1, 1, 2, 4, 1, 1)):
         max_step=2,
         mesh_shape=mesh_shape,
         input=tiny.input_config(batch_size=16),
-        model=Model.default_config().set(layer=layer.default_config()),
+        model=SmallModel.default_config().set(layer=layer.default_config()),
     )
     cfg.learner.optimizer = config_for_function(adamw_optimizer).set(
         learning_rate=0.02, b1=0.9, b2=0.95, eps=1e-8

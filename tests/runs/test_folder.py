@@ -5,11 +5,11 @@ import os
 
 import pytest
 
-from moelib.runtime.directory_lock import DirectoryInUseError
-from moelib.runtime.directory_lock import directory_lock as lock
-from moelib.train.fit import fit
 from moelib.runs.folder import locked_folders
 from moelib.runs.run_log import EVENTS_FILE, log_event, read_events
+from moelib.runtime.directory_lock import DirectoryInUseError
+from moelib.runtime.directory_lock import directory_lock as lock
+from moelib.tasks.fit import fit
 from tests import tiny
 
 directory_lock = functools.partial(lock, setting="dir (--trainer_dir)")

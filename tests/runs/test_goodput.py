@@ -5,8 +5,8 @@ import json
 import pytest
 
 from moelib.runs.goodput import CATEGORIES, PRODUCTIVE, carried_over, goodput
-from moelib.train.loop import TrainLoop
 from moelib.runs.run_log import EVENTS_FILE, note_event, read_events
+from moelib.train.loop import TrainLoop
 from moelib.train.signals import StopRequest
 from moelib.train.trainer import SpmdTrainer
 from tests import tiny

@@ -13,7 +13,6 @@ from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
 from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
 from moelib.learner import schedules, transforms
 from moelib.learner.moments import MomentFormat
-from moelib.runtime.versions import library_versions
 from moelib.runs import identity as identity_lib
 from moelib.runs.identity import (
     CONFIG_FILE,
@@ -24,6 +23,7 @@ from moelib.runs.identity import (
     write_config,
 )
 from moelib.runs.run_log import read_events
+from moelib.runtime.versions import library_versions
 from tests import tiny
 
 

@@ -11,11 +11,11 @@ from moelib.data.prepare import prepare
 from moelib.data.source import InMemorySource
 from moelib.data.token_store import TokenStore
 from moelib.data.tokenizer import END_OF_TEXT, ByteTokenizer, train_bpe
+from moelib.huggingface.pretrained import FILES
+from moelib.runs.loading import load_model
 from moelib.train import checkpoint_routing, convert
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.init_from import InitFrom
-from moelib.runs.loading import load_model
-from moelib.huggingface.pretrained import FILES
 from tests import tiny
 from tests.train import small_run
 

@@ -13,8 +13,8 @@ import pytest
 from moelib.core.config import config_class
 from moelib.core.config_parse import set_from_text
 from moelib.core.errors import UserError
-from moelib.runs.secret import Secret
 from moelib.runs.run_log import read_events
+from moelib.runs.secret import Secret
 from moelib.runs.summary_writer import SummaryWriter
 from moelib.runs.tracker import MlflowTracker, Tracker, TrackerThread, WandbTracker
 from tests import tiny

@@ -24,8 +24,8 @@ from moelib.parallel.mesh import MESH_AXIS_NAMES, create_device_mesh, mesh_shape
 from moelib.parallel.pipeline import engine
 from moelib.parallel.pipeline.passes import split_passes
 from moelib.parallel.pipeline.schedule import Schedule
+from moelib.tasks.fit import fit
 from moelib.train import state as state_lib
-from moelib.train.fit import fit
 from moelib.train.metrics import unpack
 from moelib.train.pipeline import PipelineConfig, stack_of, stage_sizes, warn_empty_stages
 from moelib.train.step import make_train_step
@@ -166,9 +166,9 @@ def test_a_step_in_bfloat16_is_as_exact_as_one_without_a_pipeline(schedule):
 class _Scaled(CausalLM):
     """Gives its layers an array of floats."""
 
-    def hidden(self, batch):
+    def before(self, batch):
         x = self.embedding(batch["input_ids"])
-        return self.decoder(x, positions=batch["positions"], scale=jnp.ones(x.shape[:1]))
+        return x, {"positions": batch["positions"], "scale": jnp.ones(x.shape[:1])}
 
 
 class _ConstantNorm(RMSNorm):
@@ -237,7 +237,7 @@ def test_too_few_microbatches_are_refused(tmp_path):
 
 def test_models_that_cannot_be_cut_are_refused():
     loop = model_config(stacked(transformer_layer(), stack=LoopStack, num_layers=2))
-    with pytest.raises(UserError, match="has 0 stacks of repeated layers; make its decoder a Scan"):
+    with pytest.raises(UserError, match="has no stack of repeated layers; make its decoder a Scan"):
         stack_of(loop.instantiate(parent=None))
     loss = LoadBalanceLoss.default_config().set(weight=0.3, scope=BalanceScope.ALL_LAYERS)
     layer = transformer_layer(moe(load_balance_loss=loss))
@@ -251,10 +251,9 @@ def test_models_that_cannot_be_cut_are_refused():
 class TwiceLM(CausalLM):
     """A model that runs its decoder twice."""
 
-    def hidden(self, batch):
-        x = self.embedding(batch["input_ids"])
-        again = lambda x: self.decoder(x, positions=batch["positions"])
-        return self.output_norm(again(again(x)))
+    def forward(self, batch):  # pyrefly: ignore[bad-override]
+        x, side_inputs = self.before(batch)
+        return self.after(self.decoder(self.decoder(x, **side_inputs), **side_inputs), batch)
 
 
 class SharedNorm(BaseLayer):
@@ -276,7 +275,7 @@ class SharedNorm(BaseLayer):
     ("model", "layer", "message"),
     [
         (_Scaled, transformer_layer(), "decoder gets 'scale', an array of floats"),
-        (TwiceLM, transformer_layer(), "decoder more than once"),
+        (TwiceLM, transformer_layer(), "TwiceLM overrides forward"),
         (CausalLM, SharedNorm.default_config(), "output_norm is not inside decoder"),
     ],
 )

@@ -19,7 +19,7 @@ from moelib.core.config_parse import parse
 from moelib.core.errors import UserError
 from moelib.core.param import ParameterSpec
 from moelib.learner.optimizers import adamw_optimizer
-from moelib.train.fit import fit
+from moelib.tasks.fit import fit
 from moelib.train.readable import check_readable
 from tests import tiny
 

@@ -11,8 +11,8 @@ from moelib.core.param import is_spec
 from moelib.layers.external import ExternalLayer
 from moelib.layers.transformer import ScanStack
 from moelib.parallel.mesh import MESH_AXIS_NAMES, mesh_shape_from_axes
+from moelib.tasks.task import Task
 from moelib.train.shardings import shard_external_layers, shardings_table
-from moelib.train.task import Task
 from tests import tiny
 from tests.inference.models import decoder, layer
 from tests.layers.test_external import plain

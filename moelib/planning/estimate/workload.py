@@ -144,7 +144,7 @@ def read_workload(cfg: Any) -> Workload:
     """
     given = {"dir": "unused"} if cfg.dir is REQUIRED else {}
     trainer = cfg.clone(**given).instantiate(parent=None)
-    if not getattr(trainer.model, "is_language_model", True):
+    if not trainer.model.is_language_model:
         raise UserError(
             f"model is a {type(trainer.model).__qualname__}: times are estimated for language "
             "models only; measure a short run of it instead."

@@ -17,9 +17,9 @@ from moelib.core.config import config_class
 from moelib.core.errors import UserError
 from moelib.core.metrics import weighted
 from moelib.core.param import ParameterSpec
-from moelib.layers.base import BaseLayer
 from moelib.layers.initializers import constant
 from moelib.learner.learner import Learner
+from moelib.models.model import Model
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.train import state as state_lib
 from moelib.train.metrics import unpack
@@ -32,7 +32,7 @@ MASK = np.array([[1, 1], [1, 0], [1, 1], [0, 0]], bool)
 A, B = 0.7, -0.2
 
 
-class Quadratic(BaseLayer):
+class Quadratic(Model):
     """The loss ((a - x)^2 + (b - 2 x)^2) / 2 of tokens x: its gradient is (a - x, b - 2 x)."""
 
     def _create_layer_parameter_specs(self):

@@ -15,9 +15,9 @@ from moelib.core.module import functional, nowrap
 from moelib.core.precision import cast_parameters
 from moelib.data.prefetch import Prefetcher, put_batch
 from moelib.parallel.sharding import sharding_rules
+from moelib.tasks.input import TaskInput
+from moelib.tasks.task import check_names
 from moelib.train.evaler import SpmdEvaler
-from moelib.train.task import check_names
-from moelib.train.task_input import TaskInput
 
 
 class ExampleEvaler(SpmdEvaler):

@@ -23,9 +23,9 @@ from moelib.learner.optimizers import adamw_optimizer, sgd_optimizer
 from moelib.learner.schedules import cosine
 from moelib.parallel.mesh import create_device_mesh
 from moelib.parallel.sharding import abstract_arrays, constrain
-from moelib.train.task import Task
-from moelib.train.task_input import TaskInput
-from moelib.train.task_run import task_trainer_config
+from moelib.tasks.input import TaskInput
+from moelib.tasks.run import task_trainer_config
+from moelib.tasks.task import Task
 from tests.python_process import finish, free_port, start
 
 DIM, CLASSES = 8, 3
@@ -407,7 +407,7 @@ def test_given_parameters_are_the_initial_ones(tmp_path):
     )
     trainer = cfg.set(dir=str(tmp_path)).instantiate(parent=None)
     trainer.init()
-    jax.tree.map(np.testing.assert_array_equal, trainer.params_of_task(), PARAMS)
+    jax.tree.map(np.testing.assert_array_equal, trainer.result(), PARAMS)
 
 
 # -- Bad input -----------------------------------------------------------------------------------
@@ -637,7 +637,7 @@ def test_evaluation_and_prediction_are_tried_before_the_first_step(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_collate_their_own_examples_and_agree_with_one(tmp_path):
-    command = "-m", "tests.train.task_process", tmp_path, "data=2,model=2"
+    command = "-m", "tests.tasks.task_process", tmp_path, "data=2,model=2"
     command = *command, f"localhost:{free_port()}", 2
     outputs = finish(*(start(*command, i) for i in range(2)))
     results = [json.loads(out.splitlines()[-1]) for out, _ in outputs]

@@ -28,6 +28,7 @@ from moelib.core.metrics import Metric, WeightedScalar, is_metric, weighted
 from moelib.core.module import Module, nowrap
 from moelib.core.tree import Batch, Nested
 from moelib.layers.external import ExternalLayer, Updated
+from moelib.models.model import Model
 
 # Names of the metrics that every run has.
 _RESERVED = (
@@ -36,7 +37,7 @@ _RESERVED = (
 )
 
 
-class Task(ExternalLayer):
+class Task(ExternalLayer, Model):
     """A model and its loss, as functions of parameters in a tree of any type.
 
     Each function is given itself, or as a config that builds it. Parameters are called by their
@@ -45,6 +46,8 @@ class Task(ExternalLayer):
     """
 
     is_language_model = False  # The loss is not one of nats per token.
+    is_in_config = False  # Its functions are passed again wherever its weights are read.
+    is_auto_sharded = True
 
     @config_class
     class Config(ExternalLayer.Config):
@@ -112,8 +115,13 @@ class Task(ExternalLayer):
         run = self._at_use(lambda *args: _numbers(self.functions["predict"](*args)))
         return run(self._params, batch["batch"], self._key)
 
+    @nowrap
+    def result_of(self, params: Nested) -> Any:
+        """Returns the parameters in the task's own tree."""
+        return self.own_tree(params)
+
     @property
-    def has_train_step(self) -> bool:
+    def has_own_step(self) -> bool:
         """Whether the task replaces the training step."""
         return self.functions["train_step"] is not None
 

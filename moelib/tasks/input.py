@@ -9,7 +9,7 @@ Letters: B examples of a global batch, N examples of an epoch.
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -46,12 +46,20 @@ class TaskInput(Input):
         seed: int = 0  # Seed of the orders.
         seq_len: int = 1  # Examples have no dimension that is split like a sequence.
 
+        def complete(self, model: Any) -> None:
+            """Sets `collate` to that of the task."""
+            if self.collate is None:
+                self.collate = dict(model.items()).get("collate")
+
+        def abstract_batch(self, opened: Callable[[], Input]) -> Batch:
+            """Returns a global batch as `jax.ShapeDtypeStruct`s; collates one example."""
+            return cast(TaskInput, opened()).abstract_batch()
+
     def __init__(self, cfg: Config) -> None:
         """Gets the examples, unless they depend on the epoch; raises UserError without any."""
         super().__init__(cfg)
         cfg = self.config
         self._collate = maybe_instantiate(cfg.collate) or stack
-        self.parameters: Callable[[], Any] = lambda: None  # Set by the trainer.
         self.max_batches: int | None = None  # Number of batches of an evaluation; None for all.
         self.examples: Sequence[Any] = ()  # Those of the current epoch, if they depend on it.
         self._epoch, self._order = -1, np.zeros(0, np.int64)

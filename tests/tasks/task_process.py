@@ -26,7 +26,7 @@ def main(folder, mesh, coordinator="", num_processes="1", process_id="0"):
             num_processes=int(num_processes),
             process_id=int(process_id),
         ).set_up()
-    from tests.train import test_task  # It computes when it is imported.
+    from tests.tasks import test_task  # It computes when it is imported.
 
     task = test_task.make_task(collate=collate, metric=test_task.count_hits)
     examples = test_task.EXAMPLES

@@ -29,10 +29,10 @@ from moelib.data.lm_input import InputMode
 from moelib.parallel import sharding
 from moelib.parallel.mesh import MESH_AXIS_NAMES, create_device_mesh, parse_mesh
 from moelib.parallel.sharding import abstract_arrays
+from moelib.tasks.evaler import ExampleEvaler
+from moelib.tasks.input import TaskInput
+from moelib.tasks.task import Task
 from moelib.train.shardings import shard_external_layers
-from moelib.train.task import Task
-from moelib.train.task_evaler import ExampleEvaler
-from moelib.train.task_input import TaskInput
 from moelib.train.trainer import SpmdTrainer
 
 # A sequence of examples, or a function that returns it (`TaskInput.Config.examples`).

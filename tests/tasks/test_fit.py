@@ -4,8 +4,8 @@ import pytest
 
 from moelib.core.config import REQUIRED
 from moelib.core.errors import UserError
-from moelib.train.fit import fit
-from moelib.train.task import Task
+from moelib.tasks.fit import fit
+from moelib.tasks.task import Task
 from tests import tiny
 
 

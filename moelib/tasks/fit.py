@@ -10,8 +10,8 @@ import jax
 from moelib.core.config import REQUIRED
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
-from moelib.train.task import Task
-from moelib.train.task_run import Examples, check_arguments, task_trainer_config
+from moelib.tasks.run import Examples, check_arguments, task_trainer_config
+from moelib.tasks.task import Task
 from moelib.train.trainer import SpmdTrainer
 
 
@@ -91,6 +91,6 @@ def fit(
         evaluations=outcome["evaler_summaries"],
         trainer_dir=trainer.config.dir,
         stopped_by=outcome["stopped_by"],
-        params=trainer.params_of_task(),
+        params=trainer.result(),
         best_step=trainer.best_step(),
     )

@@ -1,0 +1,1 @@
+"""Tasks: any model in a few functions, trained, evaluated and used by plain calls."""
