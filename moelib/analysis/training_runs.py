@@ -3,17 +3,16 @@
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from moelib.checkpoint.contents import newest_record
 from moelib.core import config_parse
 from moelib.core.config_paths import lines
 from moelib.core.errors import UserError
+from moelib.runs.folder import RunFolder
 from moelib.runs.metrics_file import read_metrics
 from moelib.runtime.files import read_text
 
@@ -65,7 +64,7 @@ def read_curve(folder: str, metric: str = TRAINING) -> LossCurve:
     """
     from moelib.models.cost import model_cost
 
-    path = os.path.join(folder, "config.txt")
+    path = RunFolder(folder).config_file
     cfg = config_parse.parse(read_text(path), source=f"{path}:")
     if "vocab_size" not in cfg.model:
         raise UserError(f"{path}: model is no language model; name runs of language models.")
@@ -109,7 +108,7 @@ def _columns(folder: str, names: Sequence[str]) -> dict[str, list[tuple[int, flo
 
 def _data(folder: str, cfg: Any) -> str:
     """Returns the identity of a run's data in its newest checkpoint, or else in its config."""
-    record = newest_record(os.path.join(folder, "checkpoints"))
+    record = RunFolder(folder).record()
     saved = record.input.get("input") if record and record.input else None
     if isinstance(saved, dict) and saved.get("source"):
         return json.dumps(saved["source"], sort_keys=True)

@@ -18,6 +18,7 @@ from moelib.cli.evaluate import find_steps
 from moelib.core.config import did_you_mean
 from moelib.core.errors import UsageError
 from moelib.launch import DeviceFlags, import_module
+from moelib.runs.folder import RunFolder
 from moelib.runs.routing_file import RoutingLog, list_data
 from moelib.runtime import storage
 from moelib.runtime.command_line import describe_flags, flag
@@ -181,7 +182,7 @@ def _numbers(name: str, texts: Sequence[str], kind: Callable[[str], Any]) -> lis
 
 def _checkpoints(run: str) -> list[int]:
     """Returns the steps of a run's checkpoints; none if it has only logs."""
-    if not storage.exists(os.path.join(run, "checkpoints")):
+    if not storage.exists(RunFolder(run).checkpoints):
         return []
     return find_steps(run, "all")
 

@@ -90,12 +90,13 @@ def _skipped(cfg: Any, trainer_dir: str | None) -> list[list[int]]:
     """Returns the ranges of batches that a config and its run skip."""
     from moelib.data.skip_batches import merged
     from moelib.runs.course import course_of, ranges_to_skip
-    from moelib.runs.run_log import CONFIG_FILE, read_events
+    from moelib.runs.folder import CONFIG_FILE, RunFolder
 
     if trainer_dir is None:
         return ranges_to_skip(cfg, [], None)
-    if not storage.exists(os.path.join(trainer_dir, CONFIG_FILE)):
+    folder = RunFolder(trainer_dir)
+    if not storage.exists(folder.config_file):
         raise UsageError(f"--trainer_dir={trainer_dir}: there is no {CONFIG_FILE}; name a run.")
-    noted = [e["ranges"] for e in read_events(trainer_dir) if e["event"] == "skipped_ranges"]
+    noted = [e["ranges"] for e in folder.events() if e["event"] == "skipped_ranges"]
     before = noted[-1] if noted else []  # Of earlier starts with other flags, too.
-    return merged([*ranges_to_skip(cfg, course_of(trainer_dir), None), *before])
+    return merged([*ranges_to_skip(cfg, course_of(folder), None), *before])

@@ -75,8 +75,9 @@ def find_steps(trainer_dir: str, wanted: str) -> list[int]:
         UsageError: If there is no such checkpoint, or the text is not a list of steps.
     """
     from moelib.checkpoint.contents import list_checkpoints
+    from moelib.runs.folder import RunFolder
 
-    folder = os.path.join(trainer_dir, "checkpoints")
+    folder = RunFolder(trainer_dir).checkpoints
     available = list(list_checkpoints(folder))
     if not available:
         raise UsageError(f"--trainer_dir {trainer_dir}: there is no checkpoint in {folder}.")

@@ -1,15 +1,14 @@
 """Runs compared: lines of their configs, metrics at the same steps, and plots."""
 
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 
 from moelib.core.config_paths import text_lines
 from moelib.core.errors import UserError
 from moelib.operations.curves import RunMetrics
+from moelib.runs.folder import RunFolder
 from moelib.runs.metrics_file import MetricsReader, read_metrics
-from moelib.runs.run_log import CONFIG_FILE
 from moelib.runtime.files import read_text
 from moelib.runtime.table import Table
 
@@ -29,10 +28,12 @@ def config_differences(runs: Sequence[str]) -> dict[str, tuple[bool, list[str | 
         UserError: If a config.txt is missing or cannot be read.
     """
     from moelib.runs.identity import identity
+    from moelib.train.trainer import SpmdTrainer
 
-    texts = [read_text(os.path.join(run, CONFIG_FILE)) for run in runs]
+    texts = [read_text(RunFolder(run).config_file) for run in runs]
     values = list(map(text_lines, texts))
-    decisive = {path for text in texts for path in identity(text)}
+    trainer = SpmdTrainer.default_config()
+    decisive = {path for text in texts for path in identity(text, trainer)}
     rows = {path: [each.get(path) for each in values] for each in values for path in each}
     return {path: (path in decisive, x) for path, x in rows.items() if len(set(x)) > 1}
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from moelib.core.errors import UserError
 from moelib.operations import faults
 from moelib.operations.faults import Fault
+from moelib.runs.folder import RunFolder
 from moelib.runs.metrics_file import read_metrics
-from moelib.runs.run_log import read_events
 from moelib.runtime.files import write_json
 from moelib.runtime.table import Table
 from moelib.train.watchers.bad_steps import SUSPECTED, BadSteps
@@ -170,12 +170,12 @@ def _run(cfg: Any, folder: str, scenario: Scenario, launch: Launch) -> Outcome:
     small = cfg.clone(dir=folder)
     scenario.setup(small)
     path = pathlib.Path(folder)
-    (path / "config.txt").write_text(small.debug_string(), encoding="utf-8")
+    pathlib.Path(RunFolder(folder).config_file).write_text(small.debug_string(), encoding="utf-8")
     write_json(path / "faults.json", [dataclasses.asdict(fault) for fault in scenario.faults])
     status = launch(folder)
     if status and scenario.by_hand:
         status = launch(folder)
-    logged = {event["event"] for event in read_events(folder)}
+    logged = {event["event"] for event in RunFolder(folder).events()}
     if scenario.event and scenario.event not in logged:
         status = status or 1  # The run ended for another reason.
     found = path / "drill.jsonl"  # None if the processes ended before the run.

@@ -17,6 +17,7 @@ from typing import Any
 from moelib.core.config_parse import parse
 from moelib.operations import faults
 from moelib.operations.faults import Fault
+from moelib.runs.folder import RunFolder
 
 
 class _Drill:
@@ -51,7 +52,7 @@ class _Drill:
                 time.sleep(0.05)
             self._next += 1
         elif kind := self.fault(faults.START):
-            getattr(faults, kind)(self._folder / "checkpoints")
+            getattr(faults, kind)(pathlib.Path(RunFolder(self._folder).checkpoints))
 
     def attach(self, trainer: Any) -> None:
         """Lets the faults happen in a trainer."""
@@ -120,8 +121,9 @@ def main(folder: str) -> int:
     drill = _Drill(path, int(os.environ.get("JAX_PROCESS_ID", "0")))
     drill.start()
     initialize_distributed()
-    text = (path / "config.txt").read_text(encoding="utf-8")
-    trainer = parse(text, source="config.txt:", trusted=True).instantiate(parent=None)
+    config = pathlib.Path(RunFolder(folder).config_file)
+    text = config.read_text(encoding="utf-8")
+    trainer = parse(text, source=f"{config}:", trusted=True).instantiate(parent=None)
     drill.attach(trainer)
     return 75 if fit(trainer).stopped_by == "SIGTERM" else 0
 

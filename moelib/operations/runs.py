@@ -10,8 +10,8 @@ from typing import Any
 
 from moelib.core.errors import UserError
 from moelib.operations.curves import RunMetrics
-from moelib.runs.metrics_file import METRICS_FILE, MetricsReader
-from moelib.runs.run_log import CONFIG_FILE, EVENTS_FILE, read_events
+from moelib.runs.folder import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, RunFolder
+from moelib.runs.metrics_file import MetricsReader
 from moelib.runtime import storage
 from moelib.runtime.directory_lock import is_locked
 from moelib.runtime.table import Table
@@ -54,7 +54,7 @@ def find_runs(folder: str) -> Iterator[str]:
         elif CONFIG_FILE in files or METRICS_FILE in files:
             yield path
             folders.clear()
-        elif "checkpoints" in folders:
+        elif os.path.basename(RunFolder(path).checkpoints) in folders:
             text = "%s: no run, as it has neither %s nor %s."
             logger.warning(text, path, CONFIG_FILE, METRICS_FILE)
             folders.clear()
@@ -78,7 +78,7 @@ def describe_run(directory: str, metrics: RunMetrics, name: str) -> Run:
             config = file.read()
     found = re.search(r"^max_step: (\d+)$", config, re.MULTILINE)
     max_step = int(found[1]) if found else None
-    events = read_events(directory)
+    events = RunFolder(directory).events()
     state, cause = _state(directory, events, max_step is not None and step >= max_step)
     origin = next((x for x in events if x["event"] == "init_from"), {})
     is_validation = re.compile(VALIDATION)

@@ -27,8 +27,8 @@ from typing import Any
 from moelib.core.errors import UserError
 from moelib.operations.curves import RunMetrics
 from moelib.operations.runs import VALIDATION, describe_run, find_runs, runs_table, seconds_left
-from moelib.runs.metrics_file import METRICS_FILE, MetricsReader
-from moelib.runs.run_log import CONFIG_FILE, EVENTS_FILE, read_events
+from moelib.runs.folder import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, RunFolder
+from moelib.runs.metrics_file import MetricsReader
 from moelib.runtime import storage
 from moelib.runtime.progress import format_seconds
 from moelib.train.report import EXPERT_HEALTH
@@ -145,10 +145,10 @@ def _described(path: str, metrics: RunMetrics, name: str) -> dict[str, Any]:
         if last is not None:
             shown.append((key, f"{last:.4f}"))
         shown.append((f"best, at step {step:,}", f"{best:.4f}"))
-    if checkpoints := list_checkpoints(os.path.join(path, "checkpoints")):
+    if checkpoints := list_checkpoints(RunFolder(path).checkpoints):
         shown.append(("newest checkpoint", f"{max(checkpoints):,}"))
     seconds = seconds_left(run, metrics)
-    events = read_events(path)[-_NUM_EVENTS:]
+    events = RunFolder(path).events()[-_NUM_EVENTS:]
     return {
         "name": run.name,
         "state": run.state,

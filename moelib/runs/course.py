@@ -13,9 +13,9 @@ from moelib.checkpoint.object_store import move_checkpoint
 from moelib.checkpoint.restore import find_checkpoints, on_all_processes
 from moelib.data.prefetch import HostRows
 from moelib.data.skip_batches import SKIPPED, check_ranges, merged, parse_range
+from moelib.runs.folder import RunFolder
 from moelib.runs.identity import check_directory
 from moelib.runs.input_state import input_state_of
-from moelib.runs.run_log import log_event, read_events
 from moelib.runtime import storage
 from moelib.runtime.processes import agreed, on_process_0
 
@@ -26,9 +26,9 @@ INIT_FROM = "init_from"
 _USED = (REWIND_TO, INIT_FROM, "changed", "bad_step", "silent_data_corruption_suspected")
 
 
-def course_of(directory: str) -> list[dict[str, Any]]:
+def course_of(folder: RunFolder) -> list[dict[str, Any]]:
     """Returns the events that decide the course of a run, as process 0 sees them."""
-    return on_process_0(lambda: [x for x in read_events(directory) if x["event"] in _USED])
+    return on_process_0(lambda: [x for x in folder.events() if x["event"] in _USED])
 
 
 def ranges_to_skip(
@@ -51,7 +51,11 @@ def requested(step: int | None, events: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def rewind(
-    cfg: Any, checkpointer: Checkpointer, rows: HostRows, mesh_shape: Mapping[str, int]
+    cfg: Any,
+    folder: RunFolder,
+    checkpointer: Checkpointer,
+    rows: HostRows,
+    mesh_shape: Mapping[str, int],
 ) -> int | None:
     """Moves the checkpoints after `cfg.rewind_to` aside, the first time that it has this value.
 
@@ -63,7 +67,7 @@ def rewind(
         TrainerDirConflictError: If it is not this run's.
         UserError: If its position in the data is past the batches to skip.
     """
-    step, course = cfg.rewind_to, course_of(cfg.dir)
+    step, course = cfg.rewind_to, course_of(folder)
     if not requested(step, course):
         if step is not None:
             logger.warning(
@@ -75,7 +79,7 @@ def rewind(
     moved = None
     if step is not None:
         record = agreed(lambda: newest_record(checkpointer.dir, step))
-        agreed(lambda: check_directory(cfg, cfg.dir, record, mesh=mesh_shape))
+        agreed(lambda: check_directory(cfg, folder, record, mesh=mesh_shape))
         if record is not None and record.input:
             state = input_state_of(record.input, rows) or {}
             check_ranges(ranges_to_skip(cfg, course, state), state)
@@ -84,7 +88,7 @@ def rewind(
             logger.warning("rewind_to=%d: later checkpoints are in %s now.", step, moved)
         if checkpointer.local is not None:
             checkpointer.local.delete_after(step)
-    on_process_0(lambda: log_event(cfg.dir, REWIND_TO, step=step, moved_to=moved))
+    on_process_0(lambda: folder.log(REWIND_TO, step=step, moved_to=moved))
     return step
 
 

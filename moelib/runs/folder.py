@@ -1,35 +1,159 @@
-"""The locks of a run: of its folder and, if they are elsewhere, of its checkpoints."""
+"""The folder of a run: its config, the log of its events, its metrics, and its checkpoints.
+
+The log has a line per start, change, failure and end. Lines are appended and never removed, unlike
+metrics, which are dropped after the step from which a run resumes.
+"""
 
 import contextlib
+import json
+import logging
 import os
+import sys
+import sysconfig
+import threading
+import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
-from moelib.runs.run_log import CONFIG_FILE
+from moelib.core.errors import UserError
 from moelib.runtime import storage
 from moelib.runtime.directory_lock import LOCK_FILE, directory_lock
+from moelib.runtime.files import atomic_file, parse_json, read_json, write_json
+
+if TYPE_CHECKING:  # Needs JAX, and the readers of a run's files do not.
+    from moelib.checkpoint.contents import CheckpointRecord
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.txt"
+EVENTS_FILE = "events.jsonl"
+METRICS_FILE = "metrics.jsonl"
+_RUN_FILE = "run.json"
+_APPENDING = threading.Lock()  # An object is read and written again.
+
+Event = dict[
+    str, Any
+]  # JSON values: the kind as `event`, `time` in seconds since 1970, and others.
 
 
-@contextlib.contextmanager
-def locked_folders(directory: str, checkpoints: str | None) -> Iterator[list[Callable[[], None]]]:
-    """Locks the folder of a run, and that of its checkpoints, for the body.
+class RunFolder:
+    """The folder of a run; reads its events once, and knows those that it appends.
 
-    Yields functions that raise UserError if a folder was moved, or its lock removed; none of them
-    is left after the body.
-
-    Raises:
-        DirectoryInUseError: If another process has locked one.
-        UserError: If files cannot be created in one.
+    Attributes:
+        path: The folder itself, as a path or a URL.
+        checkpoints: Folder of the checkpoints, unless the config names another.
     """
-    folders = {"dir (--trainer_dir)": directory}
-    if checkpoints is not None:
-        parent = os.path.dirname(checkpoints)
-        if os.path.realpath(directory) not in map(os.path.realpath, (checkpoints, parent)):
-            mark = CONFIG_FILE if storage.is_remote(parent) else LOCK_FILE
-            of_a_run = storage.exists(os.path.join(parent, mark))  # Which locks only that.
-            folders["checkpointer.dir"] = parent if of_a_run else checkpoints
-    checks: list[Callable[[], None]] = []
-    with contextlib.ExitStack() as stack:
-        stack.callback(checks.clear)
-        for setting, folder in folders.items():
-            checks.append(stack.enter_context(directory_lock(folder, setting=setting)))
-        yield checks
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Reads nothing yet."""
+        self.path = os.fspath(path)
+        self.checkpoints = self.file("checkpoints")
+        self._events: list[Event] | None = None
+
+    def file(self, name: str) -> str:
+        """Returns the path of a file in the folder."""
+        return os.path.join(self.path, name)
+
+    @property
+    def config_file(self) -> str:
+        """The path of the config's text."""
+        return self.file(CONFIG_FILE)
+
+    @property
+    def metrics_file(self) -> str:
+        """The path of the metrics, as JSON lines."""
+        return self.file(METRICS_FILE)
+
+    def record(self, step: int | None = None) -> "CheckpointRecord | None":
+        """Returns the record of the checkpoint of a step, by default the newest; None without."""
+        from moelib.checkpoint.contents import newest_record
+
+        return newest_record(self.checkpoints, step)
+
+    # -- Events ----------------------------------------------------------------------------------
+
+    def events(self) -> list[Event]:
+        """Returns the events, oldest first; without lines that a crash left incomplete."""
+        if self._events is None:
+            path = self.file(EVENTS_FILE)
+            self._events = []
+            if storage.exists(path):
+                with storage.open_to_read(path, encoding="utf-8", errors="replace") as file:
+                    self._events = [x for line in file if (x := _event_of(line)) is not None]
+        return self._events
+
+    def log(self, event: str, **fields: Any) -> None:
+        """Appends an event of JSON values; only process 0 calls it."""
+        line = {"time": round(time.time(), 3), "event": event, **fields}
+        if not storage.is_remote(self.path):
+            os.stat(self.path)  # A folder that was moved is not made again.
+        with _APPENDING, storage.open_to_append(self.file(EVENTS_FILE)) as file:
+            file.write(f"{json.dumps(line)}\n".encode())
+        if self._events is not None:
+            self._events.append(line)
+
+    def note(self, event: str, **fields: Any) -> None:
+        """Logs an event on process 0; a failure is logged, and training continues."""
+        import jax
+
+        if jax.process_index() != 0:
+            return
+        try:
+            self.log(event, **fields)
+        except (OSError, UserError) as error:
+            logger.error("NO EVENT %r in the log of the run: %s. Training continues.", event, error)
+
+    # -- Config ----------------------------------------------------------------------------------
+
+    def write_config(self, cfg: Any) -> None:
+        """Writes config.txt, and run.json with the folders that modules are imported from.
+
+        The config may name layers of the user's modules; Python's own folders are not listed.
+        """
+        storage.make_folder(self.path)
+        with atomic_file(self.config_file) as file:
+            file.write(cfg.debug_string())
+        python = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+        dirs = dict.fromkeys(os.path.abspath(x) for x in sys.path if os.path.isdir(x or "."))
+        own = [path for path in dirs if not path.startswith(python)]
+        write_json(self.file(_RUN_FILE), {"module_dirs": own})
+
+    def module_dirs(self) -> list[str]:
+        """Returns the folders of modules in run.json; none without the file."""
+        found = read_json(self.file(_RUN_FILE)).get("module_dirs")
+        return [str(each) for each in found] if isinstance(found, list) else []
+
+    # -- Locks -----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def locked(self, checkpoints: str | None = None) -> Iterator[list[Callable[[], None]]]:
+        """Locks the folder and, if they are elsewhere, that of the checkpoints, for the body.
+
+        Yields functions that raise UserError if a folder was moved, or its lock removed; none of
+        them is left after the body.
+
+        Raises:
+            DirectoryInUseError: If another process has locked one.
+            UserError: If files cannot be created in one.
+        """
+        folders = {"dir (--trainer_dir)": self.path}
+        if checkpoints is not None:
+            parent = os.path.dirname(checkpoints)
+            if os.path.realpath(self.path) not in map(os.path.realpath, (checkpoints, parent)):
+                mark = CONFIG_FILE if storage.is_remote(parent) else LOCK_FILE
+                of_a_run = storage.exists(os.path.join(parent, mark))  # Which locks only that.
+                folders["checkpointer.dir"] = parent if of_a_run else checkpoints
+        checks: list[Callable[[], None]] = []
+        with contextlib.ExitStack() as stack:
+            stack.callback(checks.clear)
+            for setting, folder in folders.items():
+                checks.append(stack.enter_context(directory_lock(folder, setting=setting)))
+            yield checks
+
+
+def _event_of(line: str) -> Event | None:
+    try:
+        event = parse_json(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "event" in event and "time" in event else None

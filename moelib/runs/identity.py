@@ -3,12 +3,9 @@
 import hashlib
 import json
 import logging
-import os
 import re
-import sys
-import sysconfig
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -21,89 +18,92 @@ from moelib.core.errors import UserError
 from moelib.core.trusted_code import UntrustedNameError
 from moelib.data.input import Input
 from moelib.parallel.mesh import describe_mesh
-from moelib.runs.run_log import CONFIG_FILE, EVENTS_FILE, log_event, read_events
+from moelib.runs.folder import EVENTS_FILE, RunFolder
 from moelib.runtime import storage
-from moelib.runtime.files import atomic_file, read_json, read_text, write_json
+from moelib.runtime.files import read_text
 from moelib.runtime.processes import gather_json
 from moelib.runtime.versions import library_versions
 
 logger = logging.getLogger(__name__)
 
-_RUN_FILE = "run.json"
-
-# All fields of SpmdTrainer.Config but model, learner, input and prng_seed. Everything else
-# determines the numbers of a run: also the trainer's class, and the fields of one's own trainer.
-_NOT_OF_THE_NUMBERS = re.compile(
-    r"(name|max_step|train_dtype|num_microbatches|mesh_shape|mesh_axis_names"
-    r"|mesh_rules|auto_sharding|sharding_rules|pipeline_schedule|compiler_options"
-    r"|kernel_backends|skip_kernel_check|dir|accept_changes|checkpointer|evalers|summary_writer"
-    r"|log_every_n_steps|stop_on_nan|init_from|watchers|rewind_to|skip_batches"
-    r"|watchdog_timeout_seconds|crash_on_hang_timeout_seconds|start_trace_steps|num_trace_steps"
-    r"|deterministic|input_retries|log_gradient_noise"
-    r")\b.*"
-)
-
-# Threads and the location of the data, whose content the input compares itself.
-_OF_A_PROCESS = r"prefetch\w*|num_threads|num_workers|path|paths|dir|data_dir"
-# Exceptions: also the length of a run, and implementations of the same computation.
-_MAY_CHANGE = re.compile(
-    r".*\b(max_step|decay_steps|max_batches|dispatcher|\w*kernel|\w*backend|remat\w*"
-    rf"|loss_chunk_size|offload_state|{_OF_A_PROCESS})\b.*"
-)
-
-# Settings of the learner that are tuned while a run trains: rates, clipping, skipped steps.
-_TUNED = re.compile(
-    r"learner\.(skip|norms_of)\b.*|learner\b.*\.(learning_rate|peak_lr|end_lr|max_norm|max_delta"
-    r"|clipping|clipping_threshold)"
-)
-# Changes that are not logged: reported elsewhere, or without an effect on what the run does.
-_NOT_LOGGED = re.compile(
-    r"accept_changes\b.*|init_from\b.*|rewind_to|skip_batches\b.*|mesh_(shape|axis_names)\b.*"
-    rf"|.*\b({_OF_A_PROCESS})\b.*"
-)
 _MOST_LINES = 10  # Lines of changes that are printed; all are events.
+# Moments in 8 bits, which other formats cannot read.
+_MOMENT, _OF_ITS_OWN = r"learner\b.*\b(first|second)_moment", "EIGHT_BIT"
 
-# Settings that move a schedule.
-_SCHEDULE = re.compile(r"learner\b.*\b(max_step|decay_steps)\b.*")
-# Other settings that change all further steps, and their names in `accept_changes`: losses of load
-# balance are over a micro-batch, for example.
-_MUST_ACCEPT = {"train_dtype": "train_dtype", "num_microbatches": "accumulation"}
+# Effects of a setting that differs when a run resumes. "config" and the other names of
+# `accept_changes` must be accepted, since all further steps differ.
+LOGGED = "logged"  # An event, and a line.
+FREE = "free"  # Reported elsewhere, or without an effect on what the run does.
 
-# Settings by which arrays of a checkpoint are stored, and values that others cannot read.
-_STORED = re.compile(r"learner\b.*\b(first|second)_moment")
-_OF_ITS_OWN = "EIGHT_BIT"
+# Threads and the location of the data, whose content the input compares itself; may also differ
+# between processes.
+_OF_A_PROCESS = r".*\b(prefetch\w*|num_threads|num_workers|path|paths|dir|data_dir)\b.*"
+# (pattern of a path, effect of a change); the first that matches decides. Without one, a setting
+# of the trainer's `NUMBERS`, or of a field that its subclass adds, has the effect "config".
+RESUME = (
+    (r".*\.dispatcher\.capacity_factor", "config"),  # Decides which tokens are dropped.
+    (r"learner\b.*\b(max_step|decay_steps)\b.*", "schedule"),
+    (r"train_dtype", "train_dtype"),
+    (r"num_microbatches", "accumulation"),  # Losses of load balance are over a micro-batch.
+    (r"(accept_changes|init_from|rewind_to|skip_batches|mesh_shape|mesh_axis_names)\b.*", FREE),
+    (_OF_A_PROCESS, FREE),
+    # Tuned while a run trains: rates, clipping, skipped steps.
+    (r"learner\.(skip|norms_of)\b.*", LOGGED),
+    (r"learner\b.*\.(learning_rate|peak_lr|end_lr|max_norm|max_delta)", LOGGED),
+    (r"learner\b.*\.(clipping|clipping_threshold)", LOGGED),
+    # The length of a run, and other implementations of the same computation.
+    (r".*\b(max_step|decay_steps|max_batches|loss_chunk_size|offload_state)\b.*", LOGGED),
+    (r".*\b(dispatcher|\w*kernel|\w*backend|remat\w*)\b.*", LOGGED),
+)
 
-# But the capacity of a dispatcher decides which tokens are dropped.
-_CAPACITY = re.compile(r".*\.dispatcher\.capacity_factor")
+
+class Change(NamedTuple):
+    """A setting that differs from that of the run so far."""
+
+    path: str
+    was: str
+    now: str
+    effect: str = LOGGED
 
 
 class TrainerDirConflictError(UserError):
     """The folder holds checkpoints of a run with another config."""
 
 
-def identity(config_text: str) -> dict[str, str]:
-    """Returns the lines of a config's text that determine the numbers of a run, {path: literal}."""
-    return {
-        path: value
-        for path, value in text_lines(config_text).items()
-        if not _NOT_OF_THE_NUMBERS.fullmatch(path)
-        and not _TUNED.fullmatch(path)
-        and (not _MAY_CHANGE.fullmatch(path) or _CAPACITY.fullmatch(path))
-    }
+def _effect(path: str, operational: Collection[str]) -> str:
+    """Returns the effect of a setting that differs; `operational` are fields without numbers."""
+    for pattern, effect in RESUME:
+        if re.fullmatch(pattern, path):
+            return effect
+    return LOGGED if re.split(r"[.\[]", path, maxsplit=1)[0] in operational else "config"
 
 
-def config_hash(config_text: str) -> str:
-    """Returns a digest of `identity`, by which the files of a run name its config."""
-    values = json.dumps(identity(config_text), sort_keys=True)
+def _operational(cfg: Any) -> set[str]:
+    """Returns the fields of a trainer's config that do not determine the numbers of a run."""
+    trainer = next(x for x in cfg.klass.__mro__ if "NUMBERS" in x.__dict__)
+    return {name for name, _ in trainer.default_config().items()} - {*trainer.NUMBERS, "klass"}
+
+
+def identity(config_text: str, cfg: Any) -> dict[str, str]:
+    """Returns the lines of a config's text that determine the numbers of a run, {path: literal}.
+
+    `cfg` is the config of a trainer of the same class.
+    """
+    operational = _operational(cfg)
+    lines = text_lines(config_text).items()
+    return {path: value for path, value in lines if _effect(path, operational) == "config"}
+
+
+def config_hash(cfg: Any) -> str:
+    """Returns a digest of the identity of a run, by which its files name its config."""
+    values = json.dumps(identity(cfg.debug_string(), cfg), sort_keys=True)
     return hashlib.sha256(values.encode()).hexdigest()[:16]
 
 
 def check_processes(cfg: Any) -> None:
     """Raises UserError on all processes if their configs differ, except in paths and threads."""
-    may_differ = re.compile(rf".*\b({_OF_A_PROCESS})\b.*")
-    values = {
-        p: v for p, v in text_lines(cfg.debug_string()).items() if not may_differ.fullmatch(p)
-    }
+    lines = text_lines(cfg.debug_string()).items()
+    values = {path: value for path, value in lines if not re.fullmatch(_OF_A_PROCESS, path)}
     _check_equal(values, "start all processes of a job with the same config")
 
 
@@ -126,50 +126,61 @@ def _check_equal(values: Mapping[str, Any], cure: str) -> None:
 
 
 def saved_config(
-    directory: str,
-    record: CheckpointRecord | None,
-    *,
-    names: Mapping[str, Any] | None = None,
-    use_file: bool = False,
+    folder: RunFolder, record: CheckpointRecord | None, *, use_file: bool = False
 ) -> tuple[str, str]:
     """Returns the text of a run's config and its source, for errors; both empty if there is none.
 
     The text is that in the record of a checkpoint, which has a digest, so that a step is read with
-    the config that trained it. A config.txt with other settings, or that cannot be read, is then
-    reported.
+    the config that trained it.
 
     Args:
-        directory: Folder of the run.
-        record: The record; None, or one without a config, for config.txt.
-        names: Classes and functions that the config may name, as in `parse`.
+        folder: Folder of the run.
+        record: The record; None for config.txt.
         use_file: Whether config.txt is preferred to the record.
 
     Raises:
-        UntrustedNameError: If config.txt names code that it may not name.
         UserError: If config.txt is needed, and cannot be read.
     """
-    path, written = os.path.join(directory, CONFIG_FILE), ""
+    path = folder.config_file
+    if record is not None and record.config and not (use_file and storage.exists(path)):
+        return record.config, f"{folder.path}, config in the record of step {record.step}, line "
+    return (read_text(path), f"{path}:") if storage.exists(path) else ("", "")
+
+
+def warn_other_file(
+    folder: RunFolder,
+    record: CheckpointRecord | None,
+    cfg: Any,
+    names: Mapping[str, Any] | None = None,
+) -> None:
+    """Reports a config.txt with other numbers than the config of the record.
+
+    Args:
+        folder: Folder of the run.
+        record: The record; None compares nothing.
+        cfg: Config of a trainer of the same class.
+        names: Classes and functions that the config may name, as in `parse`.
+
+    Raises:
+        UntrustedNameError: If config.txt names code that it may not name.
+    """
+    path = folder.config_file
+    if record is None or not record.config or not storage.exists(path):
+        return
     try:
-        written = read_text(path) if storage.exists(path) else ""
+        if (written := read_text(path)) == record.config:
+            return
     except UserError as error:
-        if record is None or not record.config or use_file:
-            raise
         logger.warning("%s The config of step %d is used.", error, record.step)
-    if record is None or not record.config or written == record.config or (written and use_file):
-        return (written, f"{path}:") if written else ("", "")
-    source = f"{directory}, config in the record of step {record.step}, line "
-    if written:
-        there, here = (
-            identity(_as_today(text, source, names))
-            for text, source in ((written, f"{path}:"), (record.config, source))
+        return
+    there = identity(_as_today(written, f"{path}:", names), cfg)
+    here = identity(_as_today(*saved_config(folder, record), names), cfg)
+    if first := next(iter(_different(there, here)), None):
+        logger.warning(
+            "%s is not the config of step %d, which is used instead: %.200s is %s in the file, "
+            "and %s in the checkpoint.",
+            *(path, record.step, first, *_pair_of(first, there, here)),
         )
-        if first := next(iter(_different(there, here)), None):
-            logger.warning(
-                "%s is not the config of step %d, which is used instead: %.200s is %s in the file, "
-                "and %s in the checkpoint.",
-                *(path, record.step, first, *_pair_of(first, there, here)),
-            )
-    return record.config, source
 
 
 def _as_today(text: str, source: str, names: Mapping[str, Any] | None) -> str:
@@ -193,7 +204,7 @@ def _different(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 def check_directory(
     cfg: Any,
-    directory: str,
+    folder: RunFolder,
     record: CheckpointRecord | None = None,
     *,
     mesh: Mapping[str, int] | None = None,
@@ -206,7 +217,7 @@ def check_directory(
 
     Args:
         cfg: Config of the trainer.
-        directory: The folder.
+        folder: The folder.
         record: Record of the checkpoint to resume from, if one can be read.
         mesh: Sizes of the mesh axes; None if they are not compared.
 
@@ -216,35 +227,46 @@ def check_directory(
         UntrustedNameError: If the config of the run names code that it may not name.
     """
     names = dict(named(line) for line in lines(cfg))  # The user's own config names them.
-    accepted = cfg.accept_changes or ()
-    text, source = saved_config(directory, record, names=names)
+    text, source = saved_config(folder, record)
     if not text:
         return
-    text = _as_today(text, source, names)
-    before, now = identity(text), identity(cfg.debug_string())
-    different = _different(before, now)
-    for path in filter(_STORED.fullmatch, different):
-        was, value = _pair_of(path, before, now)
-        if _OF_ITS_OWN in was + value:
+    warn_other_file(folder, record, cfg, names)
+    before, now = text_lines(_as_today(text, source, names)), text_lines(cfg.debug_string())
+    operational, is_moved = _operational(cfg), _is_moved(cfg)
+    changes: list[Change] = []
+    for path in _different(before, now):
+        effect = "schedule" if path == "max_step" and is_moved else _effect(path, operational)
+        if effect != FREE:
+            was, value = _pair_of(path, before, now)
+            changes.append(Change(path, was, value, effect))
+    _refuse(folder, changes, cfg.accept_changes or ())
+    changes += [] if record is None else _other_changes(record, mesh or {})
+    expected = "" if is_moved else "max_step"  # A resumed run trains for longer.
+    _log_changes(folder, None if record is None else record.step, changes, expected)
+
+
+def _refuse(folder: RunFolder, changes: Sequence[Change], accepted: Sequence[str]) -> None:
+    """Raises TrainerDirConflictError unless all changes are possible and accepted."""
+    for path, was, now, _ in changes:
+        if re.fullmatch(_MOMENT, path) and _OF_ITS_OWN in was + now:
             raise TrainerDirConflictError(
-                f"{path} is {was} in {directory}, and {value} in this config, but stored moments "
+                f"{path} is {was} in {folder.path}, and {now} in this config, but stored moments "
                 "are not converted; set it back, or begin a run in another directory."
             )
-    if not different or "config" in accepted:
-        must_accept = dict.fromkeys(different, "config")
-        changes = _check_changes(cfg, directory, text_lines(text), must_accept)
-        changes += [] if record is None else _other_changes(record, mesh or {})
-        expected = "" if _is_moved(cfg) else "max_step"  # A resumed run trains for longer.
-        _log_changes(directory, None if record is None else record.step, changes, expected)
-        return
-    first = different[0]
-    more = f" ({len(different) - 1} more lines differ)" if len(different) > 1 else ""
-    was, value = _pair_of(first, before, now)
-    raise TrainerDirConflictError(
-        f"{directory} belongs to another run: {first} is {was} there, and {value} in this config"
-        f"{more}; choose another directory, set it back to resume that run, or pass "
-        f"{_accepting('config')} to continue it with this config."
-    )
+    refused = [change for change in changes if change.effect not in (LOGGED, *accepted)]
+    if numbers := [change for change in refused if change.effect == "config"]:
+        path, was, now, _ = numbers[0]
+        more = f" ({len(numbers) - 1} more lines differ)" if len(numbers) > 1 else ""
+        raise TrainerDirConflictError(
+            f"{folder.path} belongs to another run: {path} is {was} there, and {now} in this "
+            f"config{more}; choose another directory, set it back to resume that run, or pass "
+            f"{_accepting('config')} to continue it with this config."
+        )
+    for path, was, now, effect in refused:
+        raise TrainerDirConflictError(
+            f"{path} is {was} in {folder.path}, and {now} in this config, which changes the "
+            f"{effect} of all further steps; set it back, or pass {_accepting(effect)}."
+        )
 
 
 def _pair_of(path: str, before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -259,63 +281,37 @@ def _accepting(name: str) -> str:
     return f'--accept_changes={name} (in Python, accept_changes=["{name}"])'
 
 
-def _check_changes(
-    cfg: Any, directory: str, before: dict[str, str], must_accept: dict[str, str]
-) -> list[tuple[str, str, str]]:
-    """Returns (path, value before, value now) of the settings that differ from those of a run.
-
-    Raises:
-        TrainerDirConflictError: If a difference must be accepted.
-    """
-    now = text_lines(cfg.debug_string())
-    different = _different(before, now)
-    moved = [p for p in different if _SCHEDULE.fullmatch(p) or (p == "max_step" and _is_moved(cfg))]
-    must_accept = must_accept | dict.fromkeys(moved, "schedule") | _MUST_ACCEPT
-    changes = []
-    for path in different:
-        was, value = _pair_of(path, before, now)
-        name = must_accept.get(path)
-        if name is not None and name not in (cfg.accept_changes or ()):
-            raise TrainerDirConflictError(
-                f"{path} is {was} in {directory}, and {value} in this config, which changes the "
-                f"{name} of all further steps; set it back, or pass {_accepting(name)}."
-            )
-        if name is not None or not _NOT_LOGGED.fullmatch(path):
-            changes.append((path, was, value))
-    return changes
-
-
-def _other_changes(record: CheckpointRecord, mesh: Mapping[str, int]) -> list[tuple[str, str, str]]:
+def _other_changes(record: CheckpointRecord, mesh: Mapping[str, int]) -> list[Change]:
     """Returns the mesh and the versions of libraries that differ from those of a checkpoint."""
     before = {"mesh": describe_mesh(record.mesh) if record.mesh else "", **record.versions}
     values = {"mesh": describe_mesh(mesh) if mesh else "", **library_versions()}.items()
     return [
-        (name, was[:99], now)
+        Change(name, was[:99], now)
         for name, now in values
         if now and (was := before.get(name)) and was != now
     ]
 
 
 def _log_changes(
-    directory: str, step: int | None, changes: Sequence[tuple[str, str, str]], expected: str
+    folder: RunFolder, step: int | None, changes: Sequence[Change], expected: str
 ) -> None:
     """Prints changes since a step, and appends those that are new to the log of the run.
 
     A change of the path `expected` is no warning.
     """
-    source = directory if step is None else f"{directory} at step {step}"
-    for path, was, now in changes[:_MOST_LINES]:
+    source = folder.path if step is None else f"{folder.path} at step {step}"
+    for path, was, now, _ in changes[:_MOST_LINES]:
         level = logging.INFO if path == expected else logging.WARNING
         logger.log(level, "%s was %s in %s, and is %s from now on.", path, was, source, now)
     if (more := len(changes) - _MOST_LINES) > 0:
         logger.warning("%d more changes of the config are in %s.", more, EVENTS_FILE)
     if jax.process_index() != 0 or not changes:
         return
-    known = [{**event, "time": None} for event in read_events(directory)]
-    for path, was, now in changes:
+    known = [{**event, "time": None} for event in folder.events()]
+    for path, was, now, _ in changes:
         fields = {"step": step, "path": path, "before": was, "now": now}
         if {"time": None, "event": "changed", **fields} not in known:
-            log_event(directory, "changed", **fields)
+            folder.log("changed", **fields)
 
 
 def named(line: Line) -> tuple[str, Any]:
@@ -329,24 +325,3 @@ def _is_moved(cfg: Any) -> bool:
     """Returns whether the schedules of a trainer's learner depend on its `max_step`."""
     inside = (dict(each.items()) for _, each in sub_configs(cfg.learner))
     return any(fields.get("max_step") is REQUIRED for fields in inside)
-
-
-def write_config(cfg: Any, directory: str) -> None:
-    """Writes config.txt and run.json.
-
-    run.json lists the folders, other than Python's own, that modules are imported from: the config
-    may name layers of the user's modules.
-    """
-    storage.make_folder(directory)
-    with atomic_file(os.path.join(directory, CONFIG_FILE)) as file:
-        file.write(cfg.debug_string())
-    python = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-    dirs = dict.fromkeys(os.path.abspath(path) for path in sys.path if os.path.isdir(path or "."))
-    own = [path for path in dirs if not path.startswith(python)]
-    write_json(os.path.join(directory, _RUN_FILE), {"module_dirs": own})
-
-
-def module_dirs(directory: str) -> list[str]:
-    """Returns the folders of modules in run.json; none without the file."""
-    found = read_json(os.path.join(directory, _RUN_FILE)).get("module_dirs")
-    return [str(each) for each in found] if isinstance(found, list) else []

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from moelib.checkpoint.contents import CheckpointRecord, newest_record
+from moelib.checkpoint.contents import CheckpointRecord
 from moelib.checkpoint.restore import restore_params_only
 from moelib.checkpoint.safetensors import check_sum
 from moelib.core import config_parse, trusted_code
@@ -29,12 +29,12 @@ from moelib.parallel import sharding
 from moelib.parallel.mesh import MESH_AXIS_NAMES, create_device_mesh, parse_mesh
 from moelib.parallel.sharding import abstract_arrays
 from moelib.runs import identity
+from moelib.runs.folder import CONFIG_FILE, RunFolder
 from moelib.runtime import storage
 from moelib.runtime.files import read_json
 
 logger = logging.getLogger(__name__)
 
-_CHECKPOINTS = "checkpoints"  # Folder below that of a run.
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -78,7 +78,7 @@ class LoadedModel:
         specs = self.model.create_parameter_specs_recursively()
         with self.on_mesh():
             restored = restore_params_only(
-                os.path.join(self.folder, _CHECKPOINTS),
+                RunFolder(self.folder).checkpoints,
                 abstract_arrays(specs, self.mesh),
                 step=step,
                 skip_checksums=skip_checksums,
@@ -137,7 +137,7 @@ def load_model(
     run = cfg is not None
     if not run and not storage.exists(os.path.join(folder, pretrained.CONFIG_FILE)):
         raise UserError(
-            f"{folder} holds no model: it has neither the {identity.CONFIG_FILE} of a run nor the "
+            f"{folder} holds no model: it has neither the {CONFIG_FILE} of a run nor the "
             f"{pretrained.CONFIG_FILE} of a Hugging Face model."
         )
     if not run and step is not None:
@@ -279,17 +279,19 @@ def _read_config(
     Raises:
         DamagedTensorsError: If a file of the folder, such as that of the tokenizer, has changed.
     """
-    record = newest_record(os.path.join(folder, _CHECKPOINTS), step)
+    run = RunFolder(folder)
+    record = run.record(step)
     try:
-        text, source = identity.saved_config(folder, record, use_file=skip_checksums)
+        text, source = identity.saved_config(run, record, use_file=skip_checksums)
         cfg = config_parse.parse(text, source=source) if text else None
     except trusted_code.UntrustedNameError as error:
         # The run's folders are data, too: a hint, from which nothing is imported.
-        hint = ", ".join(identity.module_dirs(folder))
+        hint = ", ".join(run.module_dirs())
         raise type(error)(
             f"{error} In training, modules came from {hint or 'elsewhere'}."
         ) from None
     if record is not None and not skip_checksums:
+        identity.warn_other_file(run, record, cfg)
         source, cure = f"the record of step {record.step}", "restore it, or pass --skip_checksums"
         for name, digest in record.files.items():
             check_sum(os.path.join(folder, name), digest, source, cure=cure)

@@ -9,12 +9,12 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from moelib.runs.folder import METRICS_FILE
 from moelib.runtime import storage
 from moelib.runtime.files import parse_json, readable
 
 logger = logging.getLogger(__name__)
 
-METRICS_FILE = "metrics.jsonl"
 _OF_TRAINING = b'"mean_loss": '  # In lines of training, and not of evaluations.
 _LINES_PER_CHECK = 20  # Lines between looks at the clock.
 

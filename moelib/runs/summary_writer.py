@@ -18,6 +18,7 @@ from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.core.module import Module, nowrap
+from moelib.runs.folder import RunFolder
 from moelib.runs.tracker import Tracker, TrackerThread
 from moelib.runtime import storage
 from moelib.runtime.files import atomic_file, parse_json, readable
@@ -125,7 +126,7 @@ class SummaryWriter(Module):
         Raises:
             UserError: If a package or a setting of a tracker is missing.
         """
-        folder = os.path.dirname(storage.absolute(self.config.jsonl_path))
+        folder = RunFolder(os.path.dirname(storage.absolute(self.config.jsonl_path)))
         for name, tracker in self._trackers.items():
             self._threads.append(TrackerThread(name, tracker, config_text, folder))
 

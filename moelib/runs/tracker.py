@@ -20,7 +20,7 @@ from moelib.core.config_paths import text_lines
 from moelib.core.config_types import cut
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
-from moelib.runs.run_log import log_event, read_events
+from moelib.runs.folder import RunFolder
 from moelib.runs.secret import Secret
 from moelib.runtime import storage
 
@@ -67,7 +67,7 @@ class Tracker(Configurable):
 class TrackerThread:
     """Calls a tracker in a thread, so that no step waits for it and no failure ends the run."""
 
-    def __init__(self, name: str, tracker: Tracker, config_text: str, folder: str) -> None:
+    def __init__(self, name: str, tracker: Tracker, config_text: str, folder: RunFolder) -> None:
         """Starts or continues the run of a folder. Raises UserError as `Tracker.check` does."""
         tracker.check()
         self._name, self._tracker, self._folder = name, tracker, folder
@@ -120,15 +120,13 @@ class TrackerThread:
                 self._tracker.close(self._status)
 
     def _start(self) -> None:
-        ids = {
-            x.get("name"): x.get("id") for x in read_events(self._folder) if x["event"] == _EVENT
-        }
-        name = self._tracker.config.run_name or os.path.basename(self._folder)
+        ids = {x.get("name"): x.get("id") for x in self._folder.events() if x["event"] == _EVENT}
+        name = self._tracker.config.run_name or os.path.basename(self._folder.path)
         resume_id = ids.get(self._name)
-        run_id = self._tracker.start(self._config_text, name, resume_id, self._folder)
+        run_id = self._tracker.start(self._config_text, name, resume_id, self._folder.path)
         self._started = True
         if run_id != resume_id:
-            log_event(self._folder, _EVENT, name=self._name, id=run_id)
+            self._folder.log(_EVENT, name=self._name, id=run_id)
 
     @contextlib.contextmanager
     def _failures_logged(self) -> Iterator[None]:

@@ -29,6 +29,7 @@ from moelib.data.lm_input import InputMode
 from moelib.parallel import sharding
 from moelib.parallel.mesh import MESH_AXIS_NAMES, create_device_mesh, parse_mesh
 from moelib.parallel.sharding import abstract_arrays
+from moelib.runs.folder import RunFolder
 from moelib.tasks.evaler import ExampleEvaler
 from moelib.tasks.input import TaskInput
 from moelib.tasks.task import Task
@@ -241,7 +242,7 @@ def _ready(
         shard_external_layers(model, dict(devices.shape), batch)
         arrays = abstract_arrays(model.create_parameter_specs_recursively(), devices)
         if trainer_dir is not None:
-            folder = os.path.join(os.fspath(trainer_dir), "checkpoints")
+            folder = RunFolder(trainer_dir).checkpoints
             held = restore_params_only(folder, arrays, step=step).state
         else:
             shardings = jax.tree.map(lambda x: x.sharding, arrays)

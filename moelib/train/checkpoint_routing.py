@@ -2,19 +2,19 @@
 
 import dataclasses
 import logging
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from moelib.checkpoint.contents import DamagedCheckpointError, newest_record
+from moelib.checkpoint.contents import DamagedCheckpointError
 from moelib.checkpoint.policy import every_n_steps_policy
 from moelib.checkpoint.restore import first_line
 from moelib.core.config import config_for_function
 from moelib.core.config_parse import parse
 from moelib.core.errors import MissingFileError, UserError
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
+from moelib.runs.folder import RunFolder
 from moelib.runs.identity import config_hash, saved_config
 from moelib.runs.loading import as_mesh, load_model
 from moelib.runs.model_files import check_tokenizers
@@ -79,7 +79,7 @@ def write_missing_logs(
             writer = _writer_for(model, run, name, max_batches)
         name = writer.config.evaler
         with model.on_mesh():
-            record = newest_record(os.path.join(run, "checkpoints"), step)
+            record = RunFolder(run).record(step)
             run_mesh = record.mesh if record is not None else None
             writer.write(model.parameters, model.mesh, step=step, run_mesh=run_mesh)
     if name is None and (logged := list_data(run)):
@@ -114,7 +114,7 @@ def _writer_for(model: Any, run: str, name: str | None, max_batches: int | None)
     writer = cfg.clone(
         evaler=name, max_batches=max_batches or cfg.max_batches, eval_policy=policy
     ).instantiate()
-    writer.use(model.model, trainer_config, config_hash(model.config.debug_string()))
+    writer.use(model.model, trainer_config, config_hash(model.config))
     return writer
 
 
@@ -131,7 +131,8 @@ def expected_steps(run: str, evaler: str, last: int) -> list[int]:
     if all are kept; none if the config cannot be read.
     """
     try:
-        text, source = saved_config(run, newest_record(os.path.join(run, "checkpoints")))
+        folder = RunFolder(run)
+        text, source = saved_config(folder, folder.record())
         if not text:
             raise UserError(f"{run} has no config")
         cfg = completed(parse(text, source=source))

@@ -24,7 +24,7 @@ from moelib.huggingface.pretrained import (
     read_config,
     save_pretrained,
 )
-from moelib.runs.identity import CONFIG_FILE
+from moelib.runs.folder import RunFolder
 from moelib.runs.loading import load_model, stop_ids_of_model, tokenizer_of_model
 from moelib.runtime import storage
 from moelib.runtime.files import atomic_file, read_json, write_json
@@ -55,7 +55,8 @@ def from_hugging_face(
             model.
         Exception: The errors of `load_pretrained`.
     """
-    path = os.path.join(to, CONFIG_FILE)
+    run = RunFolder(to)
+    path = run.config_file
     if storage.exists(path):
         raise UserError(f"{path} exists; choose another folder.")
     ignored = tuple(ignore_settings)
@@ -70,8 +71,7 @@ def from_hugging_face(
         ignore_settings=ignored,
         multi_token_prediction=multi_token_prediction,
     )
-    checkpoints = os.path.join(to, "checkpoints")
-    writer = Checkpointer.default_config().set(dir=checkpoints).instantiate(parent=None)
+    writer = Checkpointer.default_config().set(dir=run.checkpoints).instantiate(parent=None)
     copy_files(folder, to)
     text = SpmdTrainer.default_config().set(model=loaded.cfg).debug_string()
     files = file_sums(to, FILES)
@@ -81,7 +81,7 @@ def from_hugging_face(
     if writer.last_error is not None:
         error = writer.last_error
         raise CheckpointSaveError(
-            f"{checkpoints} cannot be written: {first_line(error)}"
+            f"{run.checkpoints} cannot be written: {first_line(error)}"
         ) from error
     with atomic_file(path) as file:
         file.write(text)
@@ -163,7 +163,7 @@ def to_safetensors(
         ExistingFileError: If `to` has tensors.
         Exception: The errors of `restore_arrays`.
     """
-    checkpoints = os.path.join(trainer_dir, "checkpoints")
+    checkpoints = RunFolder(trainer_dir).checkpoints
     arrays, record, _ = restore_arrays(checkpoints, step=step, skip_checksums=skip_checksums)
     write_tensors(to, ((name, np.asarray(x)) for name, x in arrays.items()))
     files = read_json(os.path.join(to, INDEX_FILE)).get("weight_map", {})

@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -23,6 +22,7 @@ from moelib.core.errors import UserError
 from moelib.core.tree import Nested
 from moelib.huggingface import pretrained
 from moelib.runs.course import INIT_FROM
+from moelib.runs.folder import RunFolder
 from moelib.runtime import storage
 from moelib.runtime.processes import on_process_0
 from moelib.train.state import TrainerState, restart_learner
@@ -94,7 +94,7 @@ class InitFrom(Configurable):
         origin = {"run": folder, "step": step, "state": cfg.state}
         if cfg.rules and cfg.state == "all":
             raise UserError("init_from.rules rename parameters only; set init_from.state='params'.")
-        checkpoints = os.path.join(folder, "checkpoints")
+        checkpoints = RunFolder(folder).checkpoints
         if not storage.exists(checkpoints) and storage.exists(f"{folder}/{pretrained.CONFIG_FILE}"):
             if at or cfg.rules or cfg.state == "all":
                 raise UserError(f"init_from.run={cfg.run!r} is no run; set it alone.")

@@ -24,8 +24,8 @@ from moelib.core.metrics import Scalars
 from moelib.data.input import BatchIterator, Input, changes
 from moelib.data.prefetch import Prefetcher, host_rows, put_batch
 from moelib.data.skip_batches import SKIPPED, SkippingBatches
+from moelib.runs.folder import RunFolder
 from moelib.runs.identity import check_inputs
-from moelib.runs.run_log import CONFIG_FILE, note_event
 from moelib.runs.summary_writer import SummaryWriter
 from moelib.runtime.distributed import describe_processes
 from moelib.runtime.processes import agreed, on_process_0
@@ -57,6 +57,7 @@ class Trained(Protocol):
     """A trainer, as its loop sees it."""
 
     model: Any
+    folder: RunFolder
     evalers: Mapping[str, Any]
     watchers: Mapping[str, Watcher]
     summary_writer: SummaryWriter
@@ -117,6 +118,7 @@ class TrainLoop:
         """Takes the trainer, the ranges of batches that are skipped, and the request to stop."""
         self._trainer, self._skip_ranges, self._stop = trainer, skip_ranges, stop
         self.config = cfg = trainer.config
+        self.folder = trainer.folder
         self.model, self.mesh = trainer.model, trainer.mesh()
         self.description = "\n".join([*describe_processes(self.mesh), trainer.describe()])
         self.began, self.restore_seconds = trainer.began, trainer.restore_seconds
@@ -198,7 +200,7 @@ class TrainLoop:
 
     def note(self, event: str, **fields: Any) -> None:
         """Appends an event to the run's log."""
-        note_event(self.config.dir, event, **fields)
+        self.folder.note(event, **fields)
 
     def print(self, line: str) -> None:
         """Prints a line above the progress bar."""
@@ -552,8 +554,8 @@ class TrainLoop:
 
     def _files(self) -> list[tuple[str, str]]:
         """Returns (kind, path) of everything that the run wrote."""
-        cfg, writer = self.config, self._summary_writer.config
-        files = [("config", os.path.join(cfg.dir, CONFIG_FILE))]
+        writer = self._summary_writer.config
+        files = [("config", self.folder.config_file)]
         if "json_lines" in writer.formats:
             files.append(("metrics", writer.jsonl_path))
         if "tensorboard" in writer.formats:

@@ -9,8 +9,8 @@ from moelib.core import config_types, tree, trusted_code
 from moelib.core.config_parse import parse
 from moelib.core.config_paths import Line, is_plain, lines
 from moelib.core.errors import UserError
+from moelib.runs.folder import CONFIG_FILE
 from moelib.runs.identity import named
-from moelib.runs.run_log import CONFIG_FILE
 
 # Names that a config may only have by the rules of `trusted_code`, whatever flags a reader passes.
 _ALWAYS_CHECKED = {*sys.stdlib_module_names, "moelib"}

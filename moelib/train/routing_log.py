@@ -86,9 +86,7 @@ class RoutingEvaler(Watcher):
 
     def prepare(self, trainer: Any) -> None:
         """See `use`."""
-        self.use(
-            trainer.model, completed(trainer.config), config_hash(trainer.config.debug_string())
-        )
+        self.use(trainer.model, completed(trainer.config), config_hash(trainer.config))
 
     def use(self, model: Any, trainer_config: Any, digest: str) -> None:
         """Sets the model and its run; the input is opened by `started` or the first log.

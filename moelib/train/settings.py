@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from moelib.core.precision import check_float
 from moelib.data.skip_batches import parse_range
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.parallel.sharding import PIPELINE_RULES, SplitError, mesh_axes
+from moelib.runs.folder import RunFolder
 from moelib.runtime import storage
 from moelib.train.watcher import Watcher
 from moelib.train.watchers import gradient_noise
@@ -209,14 +209,15 @@ def completed(cfg: Any) -> Any:
         _fill(inside, REQUIRED, max_step=cfg.max_step)
     for evaler in cfg.evalers.values():
         _fill(evaler.eval_policy, None, max_step=cfg.max_step)
+    folder = RunFolder(cfg.dir)
     if cfg.checkpointer is not None:
         _fill(cfg.checkpointer.save_policy, None, max_step=cfg.max_step)
-        _fill(cfg.checkpointer, REQUIRED, dir=os.path.join(cfg.dir, "checkpoints"))
+        _fill(cfg.checkpointer, REQUIRED, dir=folder.checkpoints)
     _fill(
         cfg.summary_writer,
         REQUIRED,
-        dir=os.path.join(cfg.dir, "summaries"),
-        jsonl_path=os.path.join(cfg.dir, "metrics.jsonl"),
+        dir=folder.file("summaries"),
+        jsonl_path=folder.metrics_file,
     )
     return cfg
 

@@ -46,11 +46,10 @@ from moelib.parallel.mesh import (
 )
 from moelib.parallel.pipeline.schedule import Schedule, check_microbatches
 from moelib.runs import course
-from moelib.runs.folder import locked_folders
-from moelib.runs.identity import check_directory, check_processes, write_config
+from moelib.runs.folder import RunFolder
+from moelib.runs.identity import check_directory, check_processes
 from moelib.runs.input_state import gather_input_state, input_state_of
 from moelib.runs.model_files import check_tokenizers, save_tokenizer
-from moelib.runs.run_log import note_event
 from moelib.runs.summary_writer import SummaryWriter
 from moelib.runtime.distributed import check_job
 from moelib.runtime.processes import agreed, on_process_0
@@ -94,6 +93,10 @@ class SpmdTrainer(Module):
     Started again, it resumes from the newest checkpoint and takes the same steps, bit for bit, as
     an uninterrupted run on the same mesh.
     """
+
+    # Settings that determine the numbers of a run, as do all that a subclass adds; how a run that
+    # resumes may change the others says `moelib.runs.identity.RESUME`.
+    NUMBERS = ("model", "input", "learner", "prng_seed")
 
     model: Model
     summary_writer: SummaryWriter
@@ -193,6 +196,7 @@ class SpmdTrainer(Module):
         self._devices = devices
         check_config(self.config)
         cfg = completed(self.config)
+        self.folder = RunFolder(cfg.dir)
         self._input_config = cfg.input
         if not isinstance(self._add_child("model", cfg.model), Model):
             raise UserError(
@@ -599,6 +603,7 @@ class SpmdTrainer(Module):
         """
         cfg = self.config
         self.began = time.time()
+        self.folder = RunFolder(cfg.dir)  # Whose events are read again.
         check_job()
         with contextlib.ExitStack() as stack:
             check_processes(cfg)
@@ -611,17 +616,18 @@ class SpmdTrainer(Module):
             saver, checked = self.saver, None
 
             def lock() -> None:
-                folders = locked_folders(cfg.dir, None if saver is None else saver.dir)
-                self._check_locks = stack.enter_context(folders)
+                locks = self.folder.locked(None if saver is None else saver.dir)
+                self._check_locks = stack.enter_context(locks)
 
             on_process_0(lock)
             if saver is not None:
                 saver.remove_unfinished()
-                checked = course.rewind(cfg, saver, self._host_rows, self.mesh().shape)
+                parts = saver, self._host_rows, self.mesh().shape
+                checked = course.rewind(cfg, self.folder, *parts)
                 if checked is None:
                     checked = agreed(self._check_newest)
             self._start(prng_key, checked)
-            on_process_0(lambda: write_config(cfg, cfg.dir))
+            on_process_0(lambda: self.folder.write_config(cfg))
             return self._take_steps(prng_key)
 
     def _start(self, prng_key: jax.Array | int | None, checked: int | None) -> None:
@@ -631,7 +637,7 @@ class SpmdTrainer(Module):
         """
         begin, cfg = time.perf_counter(), self.config
         started = {"time": round(self.began, 3), "num_processes": jax.process_count()}
-        note_event(cfg.dir, "start", **started)
+        self.folder.note("start", **started)
         watchdog = Watchdog.default_config().set(timeout_seconds=cfg.watchdog_timeout_seconds)
         activity = Activity(self.step, time.monotonic(), ", while the run restores")
         with watchdog.instantiate().watch(activity), ended_by_sigterm("restoring"):
@@ -642,13 +648,13 @@ class SpmdTrainer(Module):
                 agreed(lambda: self.input)
                 fits = agreed(lambda: check_tokenizers(self.config, weights))
                 if self._init_from is not None and not self._origin:
-                    earlier = self._init_from.earlier_step(course.course_of(self.config.dir))
+                    earlier = self._init_from.earlier_step(course.course_of(self.folder))
                     self._origin = {} if earlier is None else {"step": earlier}
                 self.init(prng_key)
                 if weights is not None and fits:
                     on_process_0(lambda: copy_files(weights, self.config.dir))
                 if self._origin and jax.process_index() == 0:
-                    note_event(cfg.dir, course.INIT_FROM, **self._origin)
+                    self.folder.note(course.INIT_FROM, **self._origin)
                     logger.warning("The run starts from %(run)s, step %(step)s.", self._origin)
             elif self.config.init_from is not None and not self._origin:
                 logger.warning(
@@ -674,7 +680,7 @@ class SpmdTrainer(Module):
             text = self.config.debug_string()
             on_process_0(lambda: self.summary_writer.start_trackers(text))
             while True:
-                events = course.course_of(self.config.dir)
+                events = course.course_of(self.folder)
                 ranges = course.ranges_to_skip(self.config, events, self.input_state)
                 try:
                     result = TrainLoop(self, ranges, stop=stop).run()
@@ -704,7 +710,7 @@ class SpmdTrainer(Module):
 
     def _check_directory(self, record: CheckpointRecord | None) -> int | None:
         """Checks that a checkpoint is this run's, and returns its step."""
-        check_directory(self.config, self.config.dir, record, mesh=self.mesh().shape)
+        check_directory(self.config, self.folder, record, mesh=self.mesh().shape)
         return None if record is None else record.step
 
     @nowrap

@@ -12,6 +12,7 @@ from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.checkpoint.restore import Restored
 from moelib.core.config import Configurable, config_class
 from moelib.core.metrics import Scalars
+from moelib.runs.folder import RunFolder
 
 
 class GoBack(Exception):  # noqa: N818 (not an error: the run goes on)
@@ -44,6 +45,7 @@ class Run(Protocol):
     """A run, as a watcher sees it."""
 
     config: Any  # The `SpmdTrainer.Config`.
+    folder: RunFolder  # Its files, and the log of its events.
     metrics_path: str  # File of the metrics, as JSON lines.
     model: Any
     mesh: jax.sharding.Mesh

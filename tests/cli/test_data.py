@@ -8,7 +8,7 @@ from moelib.cli import main
 from moelib.data.lm_input import LMInput
 from moelib.data.mixture import Mixture
 from moelib.data.token_store import TokenStore
-from moelib.runs.run_log import log_event
+from moelib.runs.folder import RunFolder
 from tests import tiny
 from tests.train import small_run
 
@@ -76,8 +76,8 @@ def test_batches_that_a_config_or_a_run_skips_are_skipped(show, tmp_path):
     assert got[0].startswith("step 2: batch 5 of the data, after skipped batches [[1, 5]]")
     assert got[1:] == want[1:]
     (tmp_path / "config.txt").write_text("")
-    log_event(str(tmp_path), "skipped_ranges", step=0, ranges=[[1, 2]])
-    log_event(str(tmp_path), "bad_step", step=2, first=2, stop=5, action="skip_batches")
+    RunFolder(tmp_path).log("skipped_ranges", step=0, ranges=[[1, 2]])
+    RunFolder(tmp_path).log("bad_step", step=2, first=2, stop=5, action="skip_batches")
     assert show("--step=2", f"--trainer_dir={tmp_path}")[1] == got
 
 

@@ -12,7 +12,7 @@ from moelib.checkpoint.contents import CheckpointRecord
 from moelib.checkpoint.policy import evenly_spaced_policy
 from moelib.core.config import config_for_function
 from moelib.huggingface.pretrained import load_pretrained
-from moelib.runs.identity import write_config
+from moelib.runs.folder import RunFolder
 from moelib.train.trainer import SpmdTrainer
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "huggingface/fixtures"
@@ -34,7 +34,7 @@ def test_what_is_saved_and_kept():
 def test_parameters_are_read(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     model = load_pretrained(str(FIXTURES / "qwen3_moe"))
-    write_config(SpmdTrainer.default_config().set(model=model.cfg), "runs/a")
+    RunFolder("runs/a").write_config(SpmdTrainer.default_config().set(model=model.cfg))
     saver = Checkpointer.default_config().set(dir="runs/a/checkpoints").instantiate(parent=None)
     for step in (500, 1000):
         params = jax.tree.map(lambda x, step=step: x * step, model.params)

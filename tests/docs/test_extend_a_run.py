@@ -6,7 +6,7 @@ import pytest
 
 from moelib.core.config import config_class
 from moelib.core.metrics import Scalars
-from moelib.runs.run_log import read_events
+from moelib.runs.folder import RunFolder
 from moelib.train.watcher import Watcher
 from tests import tiny
 
@@ -78,7 +78,7 @@ def test_a_run_stops_when_its_validation_loss_rises(tmp_path):
     assert result["step"] < 40
     assert result["stopped_by"].startswith("val/loss is not below")
     assert trainer.checkpointer.latest_step() == result["step"]
-    assert read_events(str(tmp_path))[-1]["stopped_by"] == result["stopped_by"]
+    assert RunFolder(tmp_path).events()[-1]["stopped_by"] == result["stopped_by"]
 
 
 def test_watchers_are_called_at_their_moments_and_add_metrics_and_rows(tmp_path, capsys):
@@ -108,4 +108,4 @@ def test_an_error_of_a_watcher_ends_the_run_with_its_metrics_logged(tmp_path):
         trainer.run()
     assert list(tiny.losses(tmp_path)) == [1]
     assert isinstance(failing.run.error, ValueError)
-    assert read_events(str(tmp_path))[-1]["error"] == "ValueError: own"
+    assert RunFolder(tmp_path).events()[-1]["error"] == "ValueError: own"

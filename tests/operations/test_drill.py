@@ -14,7 +14,7 @@ from moelib.cli.main import run
 from moelib.operations import drill, faults
 from moelib.operations.drill import Outcome, Scenario, run_drill
 from moelib.operations.faults import Fault
-from moelib.runs.run_log import log_event
+from moelib.runs.folder import RunFolder
 from tests import tiny
 
 KILL = Scenario("kill", [Fault("kill", faults.STEP, 7, 1)], 5)
@@ -93,7 +93,7 @@ def test_a_flipped_bit_that_was_not_found_is_a_broken_promise(cfg, tmp_path):
     launch = launcher([(0, 6), (4, 8)], [1, 2], [0, 0])
 
     def finds(folder):
-        log_event(folder, "device_difference")
+        RunFolder(folder).log("device_difference")
         return launch(folder)
 
     (lost,) = run_drill(cfg, str(tmp_path / "lost"), [checked], launch)

@@ -7,8 +7,8 @@ import pytest
 from moelib.core.errors import UserError
 from moelib.operations.curves import RunMetrics
 from moelib.operations.runs import list_runs, runs_table, seconds_left
+from moelib.runs.folder import RunFolder
 from moelib.runs.metrics_file import MetricsReader
-from moelib.runs.run_log import log_event
 from moelib.runtime.directory_lock import directory_lock
 
 
@@ -53,21 +53,21 @@ def test_runs_below_a_folder_are_described(tmp_path):
 def test_the_log_of_events_gives_the_state(tmp_path, events, state, cause):
     write_run(tmp_path)
     for name, fields in events:
-        log_event(str(tmp_path), name, **fields)
+        RunFolder(tmp_path).log(name, **fields)
     (run,) = list_runs([str(tmp_path)])
     assert run.state == state
     assert cause in run.cause
 
 
 def test_a_run_that_began_with_the_state_of_another_names_it(tmp_path):
-    log_event(str(write_run(tmp_path)), "init_from", run="runs/first", step=100, state="all")
+    RunFolder(write_run(tmp_path)).log("init_from", run="runs/first", step=100, state="all")
     (run,) = list_runs([str(tmp_path)])
     assert runs_table([run]).rows[0][-1] == "runs/first, step 100"
 
 
 def test_a_locked_run_is_running_and_its_remaining_time_is_estimated(tmp_path):
     write_run(tmp_path, 2)
-    log_event(str(tmp_path), "start")
+    RunFolder(tmp_path).log("start")
     with directory_lock(str(tmp_path), setting="dir"):
         (run,) = list_runs([str(tmp_path)])
         metrics = RunMetrics(MetricsReader(tmp_path))

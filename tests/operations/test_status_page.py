@@ -18,7 +18,7 @@ import pytest
 from moelib import launch
 from moelib.core.errors import UsageError, UserError
 from moelib.operations.status_page import status_page
-from moelib.runs.run_log import log_event
+from moelib.runs.folder import RunFolder
 from tests.operations import browser
 from tests.operations.test_runs import write_run
 
@@ -26,7 +26,7 @@ from tests.operations.test_runs import write_run
 def secret_folder(tmp_path):
     """Returns a folder with a run, and secrets in and next to it."""
     run = write_run(tmp_path / "runs/a", config="note: '<script>alert(1)</script>'\n")
-    log_event(str(run), "start", num_processes=2)
+    RunFolder(run).log("start", num_processes=2)
     (run / "process_0.log").write_text("from process 0\n")
     for secret in (tmp_path / "secret.txt", run / ".lock", run / "run.json", run / "other.txt"):
         secret.write_text("a secret")
@@ -220,7 +220,7 @@ _POINTS = "JSON.parse(document.querySelector('[data-metric=\"{}\"]').dataset.poi
 def test_a_browser_draws_the_metrics_and_their_updates(tmp_path):
     name = 'layer<img src=x onerror="document.title=1">'
     run = write_run(tmp_path / "a <b>run", max_step=50, config="note: '<b>'\n")
-    log_event(str(run), "end", error="Error: <script>alert(1)</script>")
+    RunFolder(run).log("end", error="Error: <script>alert(1)</script>")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     (tmp_path / "profile").mkdir()
     with (

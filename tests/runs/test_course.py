@@ -10,7 +10,7 @@ import pytest
 from moelib.checkpoint.contents import CheckpointNotFoundError
 from moelib.core.errors import UserError
 from moelib.runs.course import ranges_to_skip, requested
-from moelib.runs.run_log import read_events
+from moelib.runs.folder import RunFolder
 from tests import tiny
 
 
@@ -31,7 +31,7 @@ def assert_same_state(a, b):
 
 
 def rewinds(directory):
-    return [e["step"] for e in read_events(str(directory)) if e["event"] == "rewind_to"]
+    return [e["step"] for e in RunFolder(directory).events() if e["event"] == "rewind_to"]
 
 
 def test_a_run_rewinds_once_and_equals_one_with_these_settings_from_the_start(tmp_path, caplog):
@@ -86,7 +86,7 @@ def test_a_range_that_has_been_trained_on_is_refused_without_a_rewind(tmp_path):
     record = json.loads((tmp_path / "checkpoints/step_00000008/record/metadata").read_text())
     assert record["input"]["skipped"] == [[4, 6]]
     assert record["input"]["step"] == 10
-    (event,) = (e for e in read_events(str(tmp_path)) if e["event"] == "skipped_ranges")
+    (event,) = (e for e in RunFolder(tmp_path).events() if e["event"] == "skipped_ranges")
     assert (event["step"], event["ranges"]) == (4, [[4, 6]])
 
 

@@ -5,8 +5,7 @@ import os
 
 import pytest
 
-from moelib.runs.folder import locked_folders
-from moelib.runs.run_log import EVENTS_FILE, log_event, read_events
+from moelib.runs.folder import EVENTS_FILE, RunFolder
 from moelib.runtime.directory_lock import DirectoryInUseError
 from moelib.runtime.directory_lock import directory_lock as lock
 from moelib.tasks.fit import fit
@@ -38,18 +37,21 @@ def test_second_run_with_the_same_checkpoints_is_refused(tmp_path, checkpoints):
 
 
 def test_checkpoints_inside_the_folder_of_the_run_need_no_lock_of_their_own(tmp_path):
-    with locked_folders(str(tmp_path), str(tmp_path / "checkpoints")) as checks:
+    with RunFolder(tmp_path).locked(str(tmp_path / "checkpoints")) as checks:
         assert len(checks) == 1
     assert not checks
-    with locked_folders(str(tmp_path), str(tmp_path / "elsewhere" / "checkpoints")) as checks:
+    with RunFolder(tmp_path).locked(str(tmp_path / "elsewhere" / "checkpoints")) as checks:
         assert len(checks) == 2
 
 
 def test_events_are_read_in_their_order_and_incomplete_lines_are_not(tmp_path):
     folder = os.fspath(tmp_path)
-    assert read_events(folder) == []
-    log_event(folder, "start", step=0)
-    log_event(folder, "end", step=7)
+    assert RunFolder(folder).events() == []
+    RunFolder(folder).log("start", step=0)
+    RunFolder(folder).log("end", step=7)
     with open(tmp_path / EVENTS_FILE, "a") as file:
         file.write('[]\n{"time": 1.0, "event": "sta')
-    assert [(x["event"], x["step"]) for x in read_events(folder)] == [("start", 0), ("end", 7)]
+    assert [(x["event"], x["step"]) for x in RunFolder(folder).events()] == [
+        ("start", 0),
+        ("end", 7),
+    ]

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from moelib.runs.folder import EVENTS_FILE, RunFolder
 from moelib.runs.goodput import CATEGORIES, PRODUCTIVE, carried_over, goodput
-from moelib.runs.run_log import EVENTS_FILE, note_event, read_events
 from moelib.train.loop import TrainLoop
 from moelib.train.signals import StopRequest
 from moelib.train.trainer import SpmdTrainer
@@ -71,7 +71,7 @@ def test_incomplete_lines_and_lines_without_a_record_are_skipped(tmp_path):
 
 
 def test_a_log_that_cannot_be_written_does_not_end_a_run(tmp_path, caplog):
-    note_event(str(tmp_path / "missing"), "start")
+    RunFolder(tmp_path / "missing").note("start")
     assert "NO EVENT 'start'" in caplog.text
 
 
@@ -90,7 +90,7 @@ def test_all_time_since_the_first_start_of_a_killed_run_is_accounted_for(tmp_pat
     assert json.loads(end)["error"] == "OSError: gone"
     log.write_text("".join(others))
     tiny.trainer_config(tmp_path, evaler=False).instantiate(parent=None).run()
-    events = read_events(str(tmp_path))
+    events = RunFolder(tmp_path).events()
     kinds = ["start", "restored", "compiled"]
     assert [x["event"] for x in events] == [*kinds, *kinds, "end"]
     found = goodput(events)

@@ -14,15 +14,13 @@ from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
 from moelib.learner import schedules, transforms
 from moelib.learner.moments import MomentFormat
 from moelib.runs import identity as identity_lib
+from moelib.runs.folder import CONFIG_FILE, RunFolder
 from moelib.runs.identity import (
-    CONFIG_FILE,
     TrainerDirConflictError,
     check_directory,
     check_processes,
     identity,
-    write_config,
 )
-from moelib.runs.run_log import read_events
 from moelib.runtime.versions import library_versions
 from tests import tiny
 
@@ -30,7 +28,7 @@ from tests import tiny
 @pytest.fixture
 def folder(tmp_path):
     """A folder with the config of a run."""
-    write_config(tiny.trainer_config("somewhere"), str(tmp_path))
+    RunFolder(tmp_path).write_config(tiny.trainer_config("somewhere"))
     return tmp_path
 
 
@@ -51,7 +49,7 @@ def changed(path, value):
     ],
 )
 def test_setting_that_may_change(folder, path, value):
-    check_directory(changed(path, value), str(folder))
+    check_directory(changed(path, value), RunFolder(folder))
 
 
 def scheduled(**fields):
@@ -77,18 +75,18 @@ def scheduled(**fields):
     ],
 )
 def test_a_change_of_all_further_steps_must_be_accepted(path, was, value, name, tmp_path, caplog):
-    write_config(scheduled(), str(tmp_path))
+    RunFolder(tmp_path).write_config(scheduled())
     cfg = scheduled()
-    check_directory(cfg, str(tmp_path))
+    check_directory(cfg, RunFolder(tmp_path))
     cfg.set_recursively(path, value=value)
     message = f"{path} is {was} .* and {value!r} in .*--accept_changes={name}"
     with pytest.raises(TrainerDirConflictError, match=message):
-        check_directory(cfg, str(tmp_path))
+        check_directory(cfg, RunFolder(tmp_path))
     assert not caplog.records
-    check_directory(cfg.set(accept_changes=[name]), str(tmp_path))
+    check_directory(cfg.set(accept_changes=[name]), RunFolder(tmp_path))
     assert path in caplog.records[0].message
-    write_config(cfg.set(accept_changes=None), str(tmp_path))
-    check_directory(cfg, str(tmp_path))
+    RunFolder(tmp_path).write_config(cfg.set(accept_changes=None))
+    check_directory(cfg, RunFolder(tmp_path))
 
 
 def with_clipping(**fields):
@@ -102,7 +100,7 @@ def with_clipping(**fields):
 
 
 def test_rates_clipping_skipping_and_operation_change_with_an_event(tmp_path, caplog):
-    write_config(with_clipping(), str(tmp_path))
+    RunFolder(tmp_path).write_config(with_clipping())
     cfg = with_clipping(log_every_n_steps=7, stop_on_nan=False, dir="moved")
     first, second = cfg.learner.optimizer.args
     first.max_norm = 0.5
@@ -111,8 +109,8 @@ def test_rates_clipping_skipping_and_operation_change_with_an_event(tmp_path, ca
     record = dataclasses.replace(record_of(with_clipping()), mesh={"fsdp": 8})
     for _ in range(2):  # A start that takes no step logs no event again.
         caplog.clear()
-        check_directory(cfg, str(tmp_path), record, mesh={"fsdp": 4})
-        events = [e for e in read_events(str(tmp_path)) if e["event"] == "changed"]
+        check_directory(cfg, RunFolder(tmp_path), record, mesh={"fsdp": 4})
+        events = [e for e in RunFolder(tmp_path).events() if e["event"] == "changed"]
         found = {event["path"]: (event["before"], event["now"]) for event in events}
         assert found | {"log_every_n_steps": ("1", "7")} == found
         assert found["learner.optimizer.args[0].max_norm"] == ("1.0", "0.5")
@@ -125,9 +123,9 @@ def test_rates_clipping_skipping_and_operation_change_with_an_event(tmp_path, ca
 
 
 def test_many_changes_are_events_and_some_lines(tmp_path, caplog):
-    write_config(tiny.trainer_config("somewhere", evaler=False), str(tmp_path))
-    check_directory(tiny.trainer_config("somewhere"), str(tmp_path))
-    num = len(read_events(str(tmp_path)))
+    RunFolder(tmp_path).write_config(tiny.trainer_config("somewhere", evaler=False))
+    check_directory(tiny.trainer_config("somewhere"), RunFolder(tmp_path))
+    num = len(RunFolder(tmp_path).events())
     assert num > 10
     assert len(caplog.records) == 11
     assert f"{num - 10} more changes of the config are in events.jsonl" in caplog.text
@@ -137,31 +135,31 @@ def test_moments_in_8_bits_are_not_converted(folder):
     cfg = changed("learner.first_moment", MomentFormat.EIGHT_BIT).set(accept_changes=["config"])
     message = r"learner\.first_moment is .*FLOAT32.*EIGHT_BIT in this config, but stored moments"
     with pytest.raises(TrainerDirConflictError, match=message):
-        check_directory(cfg, str(folder))
+        check_directory(cfg, RunFolder(folder))
     cfg.learner.first_moment = MomentFormat.BFLOAT16
-    check_directory(cfg, str(folder))
+    check_directory(cfg, RunFolder(folder))
 
 
 def test_other_libraries_than_at_the_checkpoint_are_logged(tmp_path, caplog):
     cfg = scheduled()
     record = dataclasses.replace(record_of(cfg), versions=library_versions() | {"jax": "0.1"})
-    write_config(cfg, str(tmp_path))  # As of a start with these libraries that took no step.
-    check_directory(cfg, str(tmp_path), record)
+    RunFolder(tmp_path).write_config(cfg)  # As of a start with these libraries that took no step.
+    check_directory(cfg, RunFolder(tmp_path), record)
     (line,) = (line.message for line in caplog.records)
     assert line.startswith("jax was 0.1 in ")
     assert "step 7" in line
     caplog.clear()
-    check_directory(cfg, str(tmp_path), record_of(cfg), mesh={"fsdp": 4})  # Without a mesh.
+    check_directory(cfg, RunFolder(tmp_path), record_of(cfg), mesh={"fsdp": 4})  # Without a mesh.
     assert not caplog.records
 
 
 def test_the_class_of_the_trainer_and_its_own_fields_may_not_change():
     cfg = tiny.trainer_config("somewhere")
     own = f"{cfg.debug_string()}own_rate: 3\n"
-    assert identity(own)["own_rate"] == "3"
-    assert identity(own)["klass"] == "moelib.train.trainer:SpmdTrainer"
+    assert identity(own, cfg)["own_rate"] == "3"
+    assert identity(own, cfg)["klass"] == "moelib.train.trainer:SpmdTrainer"
     names = "".join(f"{name}: 1\n" for name, _ in cfg.items())
-    assert identity(names).keys() - {"klass"} == {"model", "learner", "input", "prng_seed"}
+    assert identity(names, cfg).keys() - {"klass"} == {"model", "learner", "input", "prng_seed"}
 
 
 def test_all_processes_have_the_same_config_except_for_paths(monkeypatch):
@@ -202,25 +200,25 @@ def record_of(cfg):
 
 def test_the_config_of_a_checkpoint_replaces_a_missing_file(tmp_path):
     record = record_of(tiny.trainer_config("somewhere"))
-    check_directory(tiny.trainer_config("somewhere"), str(tmp_path), record)
+    check_directory(tiny.trainer_config("somewhere"), RunFolder(tmp_path), record)
     with pytest.raises(TrainerDirConflictError, match=r"model.dim.*16.*24"):
-        check_directory(changed("model.dim", 24), str(tmp_path), record)
+        check_directory(changed("model.dim", 24), RunFolder(tmp_path), record)
 
 
 def test_a_changed_file_is_reported_and_not_used(folder, caplog):
     cfg = tiny.trainer_config("somewhere")
-    check_directory(cfg, str(folder), record_of(cfg))
+    check_directory(cfg, RunFolder(folder), record_of(cfg))
     edit(folder, "max_step: 8", "max_step: 9")  # As a resume does that accepts it.
-    check_directory(cfg, str(folder), record_of(cfg))
+    check_directory(cfg, RunFolder(folder), record_of(cfg))
     assert not caplog.records
     edit(folder, "model.dim: 16", "model.dim: 24")
-    check_directory(cfg, str(folder), record_of(cfg))
+    check_directory(cfg, RunFolder(folder), record_of(cfg))
     (line,) = (record.message for record in caplog.records)
     for part in (f"{folder}/config.txt", "step 7", "model.dim is 24 in the file", "16"):
         assert part in line
     caplog.clear()
     edit(folder, "model.dim: 24", f"model.dim: {'9' * 4000}")
-    check_directory(cfg, str(folder), record_of(cfg))
+    check_directory(cfg, RunFolder(folder), record_of(cfg))
     assert max(len(record.message) for record in caplog.records) < 1000
 
 
@@ -235,14 +233,15 @@ def edit(folder, old, new):
 def test_a_new_field_at_its_default_is_no_difference(folder):
     edit(folder, "learner.offload_state: False\n", "")
     edit(folder, "model.aux_weight: 0.01\n", "")
-    check_directory(tiny.trainer_config("somewhere"), str(folder))
+    check_directory(tiny.trainer_config("somewhere"), RunFolder(folder))
     with pytest.raises(TrainerDirConflictError, match=r"model.aux_weight.*0\.01"):
-        check_directory(changed("model.aux_weight", 0.5), str(folder))
+        check_directory(changed("model.aux_weight", 0.5), RunFolder(folder))
 
 
 def test_chunks_of_the_loss_and_the_kind_of_a_dispatcher_may_change_but_not_its_capacity():
     def lines(model):
-        return identity(tiny.trainer_config("somewhere").set(model=model).debug_string())
+        cfg = tiny.trainer_config("somewhere").set(model=model)
+        return identity(cfg.debug_string(), cfg)
 
     assert lines(tiny.model_config()) == lines(tiny.model_config(loss_chunk_size=64))
     dispatchers = [

@@ -15,7 +15,7 @@ from moelib.checkpoint.contents import CheckpointRecord, DamagedCheckpointError
 from moelib.core import tree, trusted_code
 from moelib.core.errors import UserError
 from moelib.data.mixture import Mixture
-from moelib.runs.identity import write_config
+from moelib.runs.folder import RunFolder
 from moelib.runs.loading import load_model
 from tests import tiny
 from tests.train import small_run
@@ -147,7 +147,7 @@ def test_damaged_parameters_are_refused_unless_checksums_are_skipped(moved):
 def test_an_own_module_is_named_and_found_in_module_dir(moved, monkeypatch):
     monkeypatch.chdir(moved.parent)  # The current folder holds the module.
     monkeypatch.syspath_prepend(str(moved.parent))
-    with pytest.raises(UserError, match=r"config\.txt.*'own_layers'.*--module_dir.*/gone"):
+    with pytest.raises(UserError, match=r"'own_layers'.*--module_dir.*/gone"):
         load_model(str(moved))
     load_own(moved)
 
@@ -242,7 +242,7 @@ def test_a_config_that_no_longer_fits_is_named(moved, line, changed, message):
 def test_a_folder_without_a_model_or_a_tokenizer_is_named(tmp_path):
     with pytest.raises(UserError, match=r"config\.txt.*config\.json"):
         load_model(str(tmp_path))
-    write_config(tiny.trainer_config(tmp_path), str(tmp_path))
+    RunFolder(tmp_path).write_config(tiny.trainer_config(tmp_path))
     with pytest.raises(UserError, match="SyntheticTokens"):
         load_model(str(tmp_path))
 

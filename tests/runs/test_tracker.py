@@ -13,7 +13,7 @@ import pytest
 from moelib.core.config import config_class
 from moelib.core.config_parse import set_from_text
 from moelib.core.errors import UserError
-from moelib.runs.run_log import read_events
+from moelib.runs.folder import RunFolder
 from moelib.runs.secret import Secret
 from moelib.runs.summary_writer import SummaryWriter
 from moelib.runs.tracker import MlflowTracker, Tracker, TrackerThread, WandbTracker
@@ -100,7 +100,7 @@ def test_a_resumed_run_continues_under_its_id_and_tells_how_it_ended(tmp_path, r
     with pytest.raises(KeyError):
         fail(failing.close_trackers)
     assert [run["status"] for run in runs.values()] == [["stopped", "finished", "failed"]]
-    events = [event | {"time": 0} for event in read_events(str(tmp_path / "r"))]
+    events = [event | {"time": 0} for event in RunFolder(tmp_path / "r").events()]
     assert events == [{"time": 0, "event": "tracker", "name": "own", "id": "id0"}]
 
 
@@ -140,7 +140,7 @@ class Hanging(Recorder):
 
 def test_a_service_that_hangs_delays_no_write_and_ends_in_time(tmp_path, caplog):
     cfg = Hanging.default_config().set(close_timeout_seconds=0.1, max_waiting=5)
-    thread = TrackerThread("own", cfg.instantiate(), "", str(tmp_path))
+    thread = TrackerThread("own", cfg.instantiate(), "", RunFolder(tmp_path))
     for step in range(8):
         thread.write(step, {"loss": 1.0})
     thread.close("finished")
@@ -236,7 +236,7 @@ def test_wandb_offline(tmp_path, monkeypatch, capfd):
         ]
         (end,) = (x.exit for x in records if x.WhichOneof("record_type") == "exit")
         assert end.exit_code == (path == files[0])
-    (run_id,) = {x["id"] for x in read_events(str(folder))}
+    (run_id,) = {x["id"] for x in RunFolder(folder).events()}
     assert ids == {run_id}
     lines = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
     assert dict(losses) == {x["step"]: x["loss"] for x in lines if "loss" in x}
@@ -254,7 +254,7 @@ def test_mlflow_file_store(tmp_path, monkeypatch):
     experiment = client.get_experiment_by_name("moelib").experiment_id
     (run,) = client.search_runs([experiment])
     assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
-    assert run.info.run_id == read_events(str(folder))[0]["id"]
+    assert run.info.run_id == RunFolder(folder).events()[0]["id"]
     assert run.data.params["learner.optimizer.learning_rate"] == "0.02"
     lines = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
     for name in ("loss", "val/loss"):

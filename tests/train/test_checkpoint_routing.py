@@ -9,7 +9,7 @@ from moelib.core.config import config_for_function
 from moelib.core.errors import UserError
 from moelib.layers.transformer import LoopStack
 from moelib.parallel.mesh import mesh_shape_from_axes
-from moelib.runs.identity import write_config
+from moelib.runs.folder import RunFolder
 from moelib.runs.routing_file import RoutingLog, list_logs, log_folder
 from moelib.train.checkpoint_routing import expected_steps, write_missing_logs
 from moelib.train.routing_log import RoutingEvaler
@@ -24,15 +24,15 @@ def config(folder, **fields):
 
 def test_expected_steps_are_those_of_the_log_or_of_checkpoints_that_are_all_kept(tmp_path):
     cfg = config(tmp_path)
-    write_config(cfg, str(tmp_path))
+    RunFolder(tmp_path).write_config(cfg)
     assert expected_steps(str(tmp_path), "val", 5) == []  # Older checkpoints are deleted.
     cfg.checkpointer.keep_last_n = None
-    write_config(cfg, str(tmp_path))
+    RunFolder(tmp_path).write_config(cfg)
     assert expected_steps(str(tmp_path), "val", 5) == [2, 4]
     policy = config_for_function(every_n_steps_policy).set(n=3)
     log = RoutingEvaler.default_config().set(evaler="val", eval_policy=policy)
     cfg.watchers["log"] = log
-    write_config(cfg, str(tmp_path))
+    RunFolder(tmp_path).write_config(cfg)
     assert expected_steps(str(tmp_path), "val", 6) == [3, 6]
     assert expected_steps(str(tmp_path), "other", 6) == [2, 4, 6]
 
@@ -47,7 +47,7 @@ def test_a_checkpoint_that_cannot_be_read_is_named_and_the_others_are_logged(tmp
         trainer.step = step
         trainer.save_checkpoint()
         trainer.checkpointer.wait()
-    write_config(cfg, str(tmp_path))
+    RunFolder(tmp_path).write_config(cfg)
     (tmp_path / "checkpoints/step_00000001" / RECORD_FILE).write_text("{")
     with pytest.raises(UserError, match="nothing"):
         write_missing_logs(str(tmp_path), [2], evaler="nothing")

@@ -15,7 +15,7 @@ from moelib.checkpoint.contents import (
 )
 from moelib.core import tree
 from moelib.core.errors import UserError
-from moelib.runs.run_log import read_events
+from moelib.runs.folder import RunFolder
 from moelib.train.init_from import InitFrom, sources
 from tests import tiny
 from tests.checkpoint.small import truncate_arrays
@@ -69,7 +69,7 @@ def test_a_branch_also_resumed_equals_the_continuation_bit_for_bit(other, tmp_pa
     record = CheckpointRecord.read(str(tmp_path / "checkpoints/step_00000008"))
     assert record.origin == origin
     assert "init_from.run: 'nowhere'" in (tmp_path / "config.txt").read_text()
-    (event,) = (e for e in read_events(str(tmp_path)) if e["event"] == "init_from")
+    (event,) = (e for e in RunFolder(tmp_path).events() if e["event"] == "init_from")
     assert event | origin == event
 
 
@@ -165,7 +165,7 @@ def test_a_start_killed_before_its_first_checkpoint_begins_from_the_same_step_ag
     shutil.rmtree(tmp_path / "new/checkpoints")
     moved.rename(newest)
     run(cfg)
-    events = read_events(str(tmp_path / "new"))
+    events = RunFolder(tmp_path / "new").events()
     assert [e["step"] for e in events if e["event"] == "init_from"] == [6, 6]
 
 

@@ -11,8 +11,8 @@ from moelib.core.errors import UserError
 from moelib.data.prepare import prepare
 from moelib.data.source import InMemorySource
 from moelib.data.token_store import TokenStore
+from moelib.runs.folder import RunFolder
 from moelib.runs.loading import load_model
-from moelib.runs.run_log import read_events
 from moelib.runtime import lease, storage
 from moelib.runtime.directory_lock import DirectoryInUseError, directory_lock
 from moelib.runtime.files import read_text
@@ -55,7 +55,7 @@ def test_a_resumed_run_equals_an_unbroken_local_one(s3, tmp_path):
         "run.json",
         "summaries",
     ]
-    kinds = [event["event"] for event in read_events(url)]
+    kinds = [event["event"] for event in RunFolder(url).events()]
     assert [kind for kind in kinds if kind in ("start", "end")] == ["start", "end"] * 2
     events = storage.filesystem(url).find(f"{url}/summaries/train")
     assert len(events) == 2

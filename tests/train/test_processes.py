@@ -12,8 +12,8 @@ import pytest
 from moelib.data.prepare import prepare
 from moelib.data.source import InMemorySource
 from moelib.data.tokenizer import train_bpe
+from moelib.runs.folder import RunFolder
 from moelib.runs.routing_file import RoutingLog, log_folder
-from moelib.runs.run_log import read_events
 from moelib.train.watchers.bad_steps import BAD_STEP, SUSPECTED
 from tests import python_process, tiny
 from tests.python_process import free_port
@@ -134,7 +134,7 @@ def test_two_processes_take_a_bad_step_again_and_name_their_hardware(tmp_path):
         assert (out["step"], out["stopped_by"]) == (8, None)
     finish_two(tmp_path / "unbroken")
     assert tiny.losses(tmp_path) == tiny.losses(tmp_path / "unbroken")
-    events = read_events(str(tmp_path))
+    events = RunFolder(tmp_path).events()
     bad, suspected = (e for e in events if e["event"] in (BAD_STEP, SUSPECTED))
     assert (bad["step"], bad["action"], suspected["step"]) == (7, "rewind", 7)
     named = [line.split(":")[0] for line in suspected["devices"]]
@@ -169,17 +169,17 @@ def test_a_lost_process_ends_the_other_which_names_it(tmp_path, lost, name):
 @pytest.mark.parametrize(
     ("name", "failing"),
     [
-        ("trainer.check_readable", 1),
-        ("trainer.locked_folders", 0),
-        ("rewind.read_events", 0),
-        ("trainer.check_directory", 1),
-        ("trainer.check_tokenizers", 1),
-        ("trainer.write_config", 0),
-        ("summary_writer.SummaryWriter.start_trackers", 0),
-        ("routing_log.list_data", 0),
-        ("evaler.check_inputs", 1),
-        ("loop.check_inputs", 1),
-        ("trainer.save_tokenizer", 0),
+        ("train.trainer.check_readable", 1),
+        ("runs.folder.RunFolder.locked", 0),
+        ("runs.folder.RunFolder.events", 0),
+        ("train.trainer.check_directory", 1),
+        ("train.trainer.check_tokenizers", 1),
+        ("runs.folder.RunFolder.write_config", 0),
+        ("runs.summary_writer.SummaryWriter.start_trackers", 0),
+        ("train.routing_log.list_data", 0),
+        ("train.evaler.check_inputs", 1),
+        ("train.loop.check_inputs", 1),
+        ("train.trainer.save_tokenizer", 0),
     ],
 )
 def test_a_step_of_the_start_that_fails_in_one_process_fails_in_all(
@@ -189,7 +189,7 @@ def test_a_step_of_the_start_that_fails_in_one_process_fails_in_all(
         tiny.trainer_config(tmp_path, max_step=n, save_every=1).instantiate(parent=None).run()
     )
     run(1)
-    target = f"moelib.train.{name}"
+    target = f"moelib.{name}"
     real = pkgutil.resolve_name(target)
 
     def fail(*args, **options):

@@ -27,8 +27,8 @@ from moelib.learner.transforms import chain
 from moelib.operations.runs import list_runs
 from moelib.parallel.mesh import HybridMeshShape, mesh_shape_from_axes
 from moelib.planning.hardware.topologies import topology
+from moelib.runs.folder import RunFolder
 from moelib.runs.identity import TrainerDirConflictError, identity
-from moelib.runs.run_log import read_events
 from moelib.runtime.platforms import GPU_MEMORY_SHARE
 from moelib.train.compiler_options import (
     compile_with,
@@ -187,7 +187,7 @@ def test_after_a_nan_the_same_folder_continues_with_a_lower_rate(tmp_path):
         run(cfg)
     cfg.learner.optimizer.learning_rate = 1e-3
     assert run(cfg)[1]["step"] == 8
-    changed = [e for e in read_events(str(tmp_path)) if e["event"] == "changed"]
+    changed = [e for e in RunFolder(tmp_path).events() if e["event"] == "changed"]
     rates = [(e["step"], e["before"], e["now"]) for e in changed if "rate" in e["path"]]
     assert rates == [(2, "0.02", "1e+30"), (2, "0.02", "0.001")]
 
@@ -355,7 +355,7 @@ def test_experts_folded_over_other_axes_give_the_same_losses(tmp_path):
 
 def test_inputs_know_the_vocabulary_of_the_model(tmp_path):
     cfg = tiny.trainer_config(tmp_path, max_step=1)
-    before = identity(cfg.debug_string())
+    before = identity(cfg.debug_string(), cfg)
     beyond = InMemoryTokens.default_config().set(documents=[[7, 40]] * 99, vocab_size=41, eos_id=0)
     cfg.input = LMInput.default_config().set(global_batch_size=8, seq_len=16, source=beyond)
     with pytest.raises(ValueError, match=r"40.*32"):
@@ -365,7 +365,7 @@ def test_inputs_know_the_vocabulary_of_the_model(tmp_path):
     trainer = cfg.instantiate(parent=None)
     assert trainer.evalers["val"].config.input.vocab_size == 32
     assert trainer.config.evalers["val"].input.vocab_size is None
-    assert identity(trainer.config.debug_string()) == before
+    assert identity(trainer.config.debug_string(), cfg) == before
 
 
 def test_the_step_is_compiled_with_the_options_of_the_devices_and_the_config(tmp_path):

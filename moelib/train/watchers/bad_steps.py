@@ -18,7 +18,6 @@ from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.learner.transforms import skip_bad_steps
 from moelib.runs.course import course_of
-from moelib.runs.run_log import log_event, read_events
 from moelib.runtime.processes import on_process_0
 from moelib.train.failures import BadStepError, last_good, non_finite_error
 from moelib.train.metrics import NON_FINITE
@@ -87,7 +86,7 @@ class BadSteps(Watcher):
 
     def started(self) -> None:
         """Continues with the log of the run."""
-        self.resume(self.run.step, course_of(self.run.config.dir))
+        self.resume(self.run.step, course_of(self.run.folder))
 
     def step_done(self, step: int, scalars: Scalars) -> Scalars:
         """Logs what the policy decides. Raises GoBack or BadStepError at a bad step."""
@@ -105,7 +104,7 @@ class BadSteps(Watcher):
             return scalars
         # Later decisions depend on the event.
         jax.block_until_ready(run.state())  # Else its collectives meet those of the next step.
-        on_process_0(lambda: log_event(run.config.dir, **event))
+        on_process_0(lambda: run.folder.log(**event))
         run.print(describe(event))
         if event["action"] != "stop":
             raise GoBack("bad step", durable=event["action"] == "skip_batches")
@@ -116,7 +115,7 @@ class BadSteps(Watcher):
 
     def rows(self) -> Sequence[tuple[str, str]]:
         """Returns the row with the number of bad steps of each kind, if there are some."""
-        text = counts(read_events(self.run.config.dir))
+        text = counts(self.run.folder.events())
         return [("bad steps", text)] if text else []
 
     def resume(self, step: int, events: Iterable[Mapping[str, Any]]) -> None:

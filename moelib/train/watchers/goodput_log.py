@@ -24,7 +24,6 @@ from moelib.runs.goodput import (
     with_share,
 )
 from moelib.runs.metrics_file import read_metrics
-from moelib.runs.run_log import read_events
 from moelib.train.watcher import GoBack, Watcher
 
 logger = logging.getLogger(__name__)
@@ -46,8 +45,7 @@ class Goodput(Watcher):
                 lines = [
                     x for x in read_metrics(run.metrics_path, ("time", *NAMES)) if PRODUCTIVE in x
                 ]
-                events = read_events(run.config.dir)
-                self._carried = carried_over(events, lines, run.step, run.began)
+                self._carried = carried_over(run.folder.events(), lines, run.step, run.began)
             except (OSError, UserError) as error:
                 logger.error("GOODPUT excludes the earlier starts: %s.", error)
         self._log("restored", seconds=round(self._restore_seconds, 3))

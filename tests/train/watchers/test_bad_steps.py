@@ -11,7 +11,7 @@ from moelib.core.config import config_class
 from moelib.core.config_parse import parse, set_from_text
 from moelib.core.errors import UserError
 from moelib.data.synthetic import SyntheticInput
-from moelib.runs.run_log import log_event, read_events
+from moelib.runs.folder import RunFolder
 from moelib.train.failures import BadStepError, NonFiniteError
 from moelib.train.metrics import NON_FINITE
 from moelib.train.watchers.bad_steps import SUSPECTED, BadSteps, counts
@@ -82,7 +82,7 @@ def assert_same_state(a, b):
 
 def bad_steps_of(directory):
     """Returns (step, action) of the bad steps in a run's log."""
-    events = read_events(str(directory))
+    events = RunFolder(directory).events()
     return [(e["step"], e["action"]) for e in events if e["event"] == "bad_step"]
 
 
@@ -90,7 +90,7 @@ def bad_steps_of(directory):
 def test_a_run_that_meets_bad_data_equals_one_that_skips_them(tmp_path, capsys, save_every):
     found = run(config(tmp_path / "a", marked=(4,), save_every=save_every))
     assert bad_steps_of(tmp_path / "a") == [(5, "rewind"), (5, "skip_batches")]
-    first, second = (e for e in read_events(str(tmp_path / "a")) if e["event"] == "bad_step")
+    first, second = (e for e in RunFolder(tmp_path / "a").events() if e["event"] == "bad_step")
     assert (second["position"], second["first"], second["stop"]) == (4, 4, 5)
     assert second["same_bits"]
     assert (first["loss"], second["loss_before"]) == ("nan", "nan")
@@ -107,7 +107,7 @@ def test_a_bad_step_that_is_good_the_second_time_is_one_of_the_hardware(unbroken
     found = run(config(tmp_path), lambda x: x.at[0, 0].set(jnp.nan), at=3)
     assert_same_state(found.trainer_state, unbroken[0])
     assert tiny.losses(tmp_path) == unbroken[1]
-    (event,) = (e for e in read_events(str(tmp_path)) if e["event"] == SUSPECTED)
+    (event,) = (e for e in RunFolder(tmp_path).events() if e["event"] == SUSPECTED)
     assert (event["step"], event["position"], event["loss_before"]) == (4, 3, "nan")
     assert math.isfinite(float(event["loss"]))
     assert len(event["devices"]) == jax.device_count()
@@ -137,7 +137,7 @@ def test_rewinds_are_bounded_over_all_starts_of_a_run(tmp_path):
 
 def test_skipped_steps_are_those_of_the_learner(tmp_path):
     run(config(tmp_path, marked=(2,), non_finite="skip", max_step=3))
-    events = [e for e in read_events(str(tmp_path)) if e["event"] == "skipped_step"]
+    events = [e for e in RunFolder(tmp_path).events() if e["event"] == "skipped_step"]
     assert [(e["step"], e["position"]) for e in events] == [(3, 2)]
 
 
@@ -170,8 +170,8 @@ def judge(policy, step, loss, *, first=0):
 
 
 def test_a_restart_continues_with_the_events_of_the_log(tmp_path):
-    log_event(str(tmp_path), **judge(policy(), 7, math.nan))
-    log = read_events(str(tmp_path))
+    RunFolder(tmp_path).log(**judge(policy(), 7, math.nan))
+    log = RunFolder(tmp_path).events()
     bad, good = policy(), policy()
     bad.resume(4, log)
     assert judge(bad, 7, math.nan)["action"] == "skip_batches"

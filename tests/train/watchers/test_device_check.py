@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moelib.core.tree import map_by_path
-from moelib.runs.run_log import read_events
+from moelib.runs.folder import RunFolder
 from moelib.train.watchers.device_check import DeviceCheck, DeviceCheckError
 from tests import tiny
 
@@ -106,6 +106,6 @@ def test_a_flip_in_a_run_ends_it_before_the_next_save(tmp_path, flip_at, found_a
         trainer.run()
     assert "3 (process 0" in str(info.value)
     assert trainer.checkpointer.latest_step() == 4
-    events = {x["event"]: x for x in read_events(str(tmp_path))}
+    events = {x["event"]: x for x in RunFolder(tmp_path).events()}
     assert events["device_difference"]["step"] == found_at
     assert events["end"]["error"].startswith("DeviceCheckError: ")
