@@ -46,7 +46,7 @@ from moelib.core.config import (
     config_for_function,
 )
 from moelib.core.errors import UserError
-from moelib.core.module import Module, nowrap
+from moelib.core.module import Module
 from moelib.runtime import storage
 from moelib.runtime.files import sync_folder
 from moelib.runtime.processes import agreed, on_process_0
@@ -118,18 +118,15 @@ class Checkpointer(Module):
         self._complete_step = 0
         self.last_error: BaseException | None = None  # Of the newest save, if it failed.
 
-    @nowrap
     def should_save(self, *, step: int, summaries: Mapping[str, float] | None = None) -> bool:
         """Returns whether the policy asks for a checkpoint after this step."""
         return self._policy(step=step, summaries=summaries or {})
 
-    @nowrap
     def should_save_locally(self, *, step: int) -> bool:
         """Returns whether a local checkpoint is due after this step."""
         every = self.config.local_every_n_steps or _LOCAL_EVERY_N_STEPS
         return self.local is not None and step % every == 0
 
-    @nowrap
     def is_local(self, path: str) -> bool:
         """Returns whether a checkpoint is a local one."""
         return self.local is not None and self.local.holds(path)
@@ -139,19 +136,16 @@ class Checkpointer(Module):
         """Step of the newest complete checkpoint, also a local one, that process 0 knows of."""
         return max(self._complete_step, 0 if self.local is None else self.local.complete_step)
 
-    @nowrap
     def latest_step(self) -> int | None:
         """Returns the step of the newest complete checkpoint not known to be damaged."""
         return max(contents.list_checkpoints(self.dir).keys() - self._damaged, default=None)
 
-    @nowrap
     def best_step(self) -> int | None:
         """Returns the step of the checkpoint with the best `best_metric`; None if none has it."""
         return contents.best_step(self.dir, self.config.best_metric or "", self.config.best_mode)
 
     # Writing.
 
-    @nowrap
     def save(self, state: Any, record: CheckpointRecord) -> None:
         """Starts to write a checkpoint of `record.step`, after the previous one is complete.
 
@@ -217,7 +211,6 @@ class Checkpointer(Module):
         )
         agreed(lambda: self._checkpointer().save(path, args=args, force=True))
 
-    @nowrap
     def wait(self, *, alone: bool = False) -> None:
         """Waits until the checkpoint being written is complete, then deletes those not kept.
 
@@ -241,13 +234,11 @@ class Checkpointer(Module):
         if self.local is not None:
             self.local.delete_until(step)
 
-    @nowrap
     def save_locally(self, state: Any, record: CheckpointRecord) -> None:
         """Starts to write a local checkpoint; see `LocalCheckpoints.save`."""
         assert self.local is not None
         self.local.save(state, dataclasses.replace(record, versions=library_versions()))
 
-    @nowrap
     def close(self) -> None:
         """Waits alone, and ends the background threads. The checkpointer remains usable."""
         self.wait(alone=True)
@@ -349,7 +340,6 @@ class Checkpointer(Module):
 
     # Reading.
 
-    @nowrap
     def restore(self, target: Any, *, step: int | None = None) -> Restored | None:
         """Returns the newest checkpoint that can be read, or that of `step`; None if there is none.
 
@@ -382,7 +372,6 @@ class Checkpointer(Module):
             cure = f"\nMove {self.dir} aside to start from step 0." if step is None else ""
             raise DamagedCheckpointError(f"{error}{cure}") from None
 
-    @nowrap
     def remove_unfinished(self) -> None:
         """Removes incomplete checkpoints of processes that were killed."""
 

@@ -103,6 +103,9 @@ class InvocationContext:
     # Random key, or a function that returns it; None without a key.
     prng_key: jax.Array | Callable[[], jax.Array | None] | None
     is_training: bool
+    # Values by name that all modules below see, such as those that a transformer layer carries to
+    # the next one; see `inherited`.
+    inherited: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     # Outputs so far of the module and of its children.
     outputs: OutputCollection = dataclasses.field(default_factory=new_output_collection)
     # Keys of children that are not derived from their names (inside a scan).
@@ -126,7 +129,8 @@ class InvocationContext:
                 key = fold_name(parent_key, name)
             return key if key is None or call == 0 else jax.random.fold_in(key, call)
 
-        return InvocationContext(module, self.child_state(name), key, self.is_training)
+        state = self.child_state(name)
+        return InvocationContext(module, state, key, self.is_training, self.inherited)
 
     def child_state(self, name: str) -> Nested | None:
         """Returns the state of a child, as updated by its earlier calls."""
@@ -232,6 +236,24 @@ def set_current_context(context: InvocationContext) -> Iterator[InvocationContex
         yield context
     finally:
         stack.pop()
+
+
+def inherited(name: str) -> Any:
+    """Returns a value that the innermost context has or inherits; None without one."""
+    context = current_context()
+    return None if context is None else context.inherited.get(name)
+
+
+@contextlib.contextmanager
+def inheriting(**values: Any) -> Iterator[None]:
+    """Gives values to the innermost context, and to those below it, inside the block."""
+    context = _required_context()
+    before = context.inherited
+    context.inherited = {**before, **values}
+    try:
+        yield
+    finally:
+        context.inherited = before
 
 
 def names_below(ancestor: ModuleLike, module: ModuleLike) -> tuple[str, ...] | None:

@@ -9,7 +9,7 @@ import inspect
 import math
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -43,16 +43,11 @@ class UnconsumedAuxLossError(RuntimeError):
 # -- Methods in contexts -------------------------------------------------------------------------
 
 
-def nowrap(fn: F) -> F:
-    """Marks a public method that needs no context of its own."""
-    fn.__dict__["_moelib_nowrap"] = True
-    return fn
+def in_context(method: F) -> F:
+    """Marks a method that other modules call, and that needs parameters, a key or outputs.
 
-
-def _in_context(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method that enters the context of its module when another module calls it.
-
-    Its operations carry the module's name in the compiled program.
+    It then enters the context of its module, and its operations carry the module's name in the
+    compiled program. `forward`, and methods that override a marked one, need no mark.
     """
 
     @functools.wraps(method)
@@ -63,8 +58,8 @@ def _in_context(method: Callable[..., Any]) -> Callable[..., Any]:
         with context.call_context(self), jax.named_scope(self.name):
             return _run(self, method.__name__, lambda: method(self, *args, **kwargs))
 
-    wrapper.__dict__["_moelib_wrapped"] = True
-    return wrapper
+    wrapper.__dict__["_moelib_in_context"] = True
+    return cast(F, wrapper)
 
 
 def _run(module: "Module", method: str, call: Callable[[], Any]) -> Any:
@@ -129,16 +124,15 @@ class Module(Configurable):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name in dir(cls):  # Includes methods of mixins that are not modules.
-            value = inspect.getattr_static(cls, name)
-            if name.startswith("_") or not inspect.isfunction(value):
-                continue
-            if not value.__dict__.keys() & {"_moelib_nowrap", "_moelib_wrapped"}:
-                setattr(cls, name, _in_context(value))
+        marked = lambda value: inspect.isfunction(value) and "_moelib_in_context" in vars(value)
+        of_bases = (name for base in cls.__mro__ for name, x in vars(base).items() if marked(x))
+        for name in {"forward", *of_bases}:
+            value = inspect.getattr_static(cls, name, None)
+            if inspect.isfunction(value) and not marked(value):
+                setattr(cls, name, in_context(value))
 
     # The tree.
 
-    @nowrap
     def path(self) -> str:
         """Returns the names from below the root, as "decoder.layer0.attention"; "" for the root."""
         if self.parent is None:
@@ -186,14 +180,14 @@ class Module(Configurable):
 
     # The context.
 
-    @nowrap
     def get_invocation_context(self) -> InvocationContext:
         """Returns the context in which this module runs. Raises RuntimeError outside of one."""
         running = current_context()
         if running is None or running.module is not self:
             raise RuntimeError(
                 f"{self._title()} does not run in a context; call its methods through "
-                "functional(module, prng_key=, state=, inputs=, is_training=)."
+                "functional(module, prng_key=, state=, inputs=, is_training=), and mark those that "
+                "other modules call with moelib.core.module.in_context."
             )
         return running
 
@@ -220,7 +214,6 @@ class Module(Configurable):
         """True in a training step."""
         return self.get_invocation_context().is_training
 
-    @nowrap
     def add_summary(self, name: str, value: Any, *, per_element: bool = False) -> None:
         """Adds a metric that is logged as "<path>/<name>".
 
@@ -241,22 +234,18 @@ class Module(Configurable):
             )
         self.get_invocation_context().add("summaries", name, value)
 
-    @nowrap
     def add_state_update(self, name: str, value: jax.Array) -> None:
         """Adds the new value of a parameter that the learner does not train."""
         self.get_invocation_context().add("state_updates", name, value)
 
-    @nowrap
     def add_module_output(self, name: str, value: Any) -> None:
         """Adds arrays for the caller of `functional`."""
         self.get_invocation_context().add("module_outputs", name, value)
 
-    @nowrap
     def get_module_outputs(self) -> Nested:
         """Returns the module outputs of this module and its children so far."""
         return self.get_invocation_context().outputs.module_outputs
 
-    @nowrap
     def add_aux_loss(
         self,
         name: str,
@@ -282,7 +271,6 @@ class Module(Configurable):
         loss = AuxLoss(jnp.asarray(value), jnp.asarray(weight, jnp.float32), num_tokens)
         self.get_invocation_context().add("aux_losses", name, loss)
 
-    @nowrap
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns `self.forward(*args, **kwargs)`."""
         return self.forward(*args, **kwargs)
@@ -297,6 +285,7 @@ def functional(
     is_training: bool,
     method: str = "forward",
     drop_output_collections: Sequence[str] = (),
+    inherited: Mapping[str, Any] | None = None,
 ) -> tuple[Any, OutputCollection]:
     """Runs a method of a module as a pure function.
 
@@ -308,6 +297,7 @@ def functional(
         is_training: Whether this is a training step.
         method: Name of the method.
         drop_output_collections: Names of collections to return empty.
+        inherited: Values that all modules inside see; see `InvocationContext`.
 
     Returns:
         (result of the method, outputs that the modules added).
@@ -328,7 +318,8 @@ def functional(
         )
     caller = current_context()
     args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
-    called = InvocationContext(module, state, prng_key, is_training)
+    values = inherited or (caller.inherited if caller else {})
+    called = InvocationContext(module, state, prng_key, is_training, values)
     with context.set_current_context(called):
         outputs = _run(module, method, lambda: getattr(module, method)(*args, **kwargs))
     collection = context.prune_empty(called.outputs)

@@ -7,7 +7,6 @@ import jax
 
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.metrics import Scalars
-from moelib.core.module import nowrap
 from moelib.data.input import load_tokenizer
 from moelib.evaluation.evaluations import Evaluation, run_evaluations
 from moelib.evaluation.multiple_choice import task_evaluation
@@ -34,7 +33,6 @@ class TaskEvaler(SpmdEvaler):
     _scorer: Scorer | None = None  # Created, with the evaluations, by open_input.
     _evaluations: Sequence[Evaluation] = ()
 
-    @nowrap
     def open_input(self, mesh: jax.sharding.Mesh) -> None:
         """Opens the input and reads the tasks' files, if that is not done yet.
 
@@ -63,7 +61,6 @@ class TaskEvaler(SpmdEvaler):
             mesh=mesh,
         )
 
-    @nowrap
     def evaluate(
         self,
         params: Any,

@@ -14,7 +14,7 @@ from moelib.core.config import ConfigOr, DType, config_class, did_you_mean, mayb
 from moelib.core.context import CACHE, fold_name
 from moelib.core.errors import UserError
 from moelib.core.metrics import maximum, weighted
-from moelib.core.module import Module, nowrap
+from moelib.core.module import Module
 from moelib.core.param import Axes, Cast, FanAxes, Initializer, ParameterSpec, is_spec
 from moelib.core.precision import check_float
 from moelib.core.tree import Nested
@@ -155,7 +155,6 @@ class BaseLayer(Module):
         specs = jax.tree.leaves(self.layer_parameter_specs(), is_leaf=is_spec)
         return sum((2.0 * spec.size for spec in specs if spec.fan_axes is not None), 0.0)
 
-    @nowrap
     def copies(self, child: str) -> tuple[str, ...] | None:
         """Returns the names of the layers that a child stands for; None for a single layer.
 
@@ -185,7 +184,6 @@ class BaseLayer(Module):
         others = {*self.children, CACHE}
         return {n: value for n, value in self.state.items() if n not in others}
 
-    @nowrap
     def operands(self, params: Nested, dtype: Any) -> Nested:
         """Returns parameters of this layer, or of those inside, as operands of a dtype.
 
@@ -202,12 +200,10 @@ class BaseLayer(Module):
         """This layer's cache of earlier tokens, by name; None when called without a cache."""
         return self.state.get(CACHE)
 
-    @nowrap
     def put_cache(self, **arrays: jax.Array) -> None:
         """Returns this layer's cache to the caller, with the tokens of this call included."""
         self.get_invocation_context().add("state_updates", CACHE, arrays)
 
-    @nowrap
     def add_activation_summary(
         self, name: str, x: jax.Array, mask: jax.Array | None = None
     ) -> None:
@@ -236,7 +232,6 @@ class BaseLayer(Module):
         """Returns the children that are layers, by name."""
         return {n: c for n, c in self.children.items() if isinstance(c, BaseLayer)}
 
-    @nowrap
     def walk(self, times: int = 1) -> "Iterator[tuple[BaseLayer, int]]":
         """Yields this layer and all layers inside, each with the number of its copies."""
         yield self, times
@@ -266,7 +261,6 @@ class BaseLayer(Module):
             return fold_name(key, child)
         return jnp.stack([fold_name(key, name) for name in copies])
 
-    @nowrap
     def create_parameter_specs_recursively(self) -> Nested:
         """Returns the specs of all parameters of this layer and the layers inside.
 
@@ -290,7 +284,6 @@ class BaseLayer(Module):
                 )
         return self._collect(lambda layer: layer.layer_parameter_specs())
 
-    @nowrap
     def create_cache_specs_recursively(self, batch_size: int, length: int) -> Nested:
         """Returns the specs of the caches of this layer and the layers inside.
 
@@ -303,7 +296,6 @@ class BaseLayer(Module):
 
         return self._collect(own)
 
-    @nowrap
     def initialize_parameters_recursively(
         self, prng_key: jax.Array, *, prebuilt: Nested | None = None
     ) -> Nested:
@@ -331,7 +323,6 @@ class BaseLayer(Module):
                 params[name] = inside
         return params
 
-    @nowrap
     def end_step_recursively(self, state: Nested) -> Nested:
         """Returns the parameters after an optimizer step: layers update what is not trained."""
         layers = self._layers()
@@ -342,12 +333,10 @@ class BaseLayer(Module):
                 state[name] = self._per_copy(name, layer.end_step_recursively)(state[name])
         return state
 
-    @nowrap
     def active_parameters(self) -> int:
         """Returns the number of trainable parameters that one token uses, in all layers inside."""
         return sum(times * layer._own_active_parameters() for layer, times in self.walk())
 
-    @nowrap
     def forward_flops_per_token(self, seq_len: int) -> float:
         """Returns the forward FLOPs per token: 2 per multiply-add of a matmul, nothing else."""
         return sum(
@@ -366,7 +355,6 @@ class BaseLayer(Module):
             layer = layer.parent
         return None
 
-    @nowrap
     def layer_parameter_specs(self) -> Nested:
         """Returns the specs of this layer's own parameters, with dtype and initializer set.
 

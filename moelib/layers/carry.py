@@ -7,17 +7,16 @@ to layer, through scans and recomputation, with their gradients.
 
 import contextlib
 from collections.abc import Iterator
-from contextvars import ContextVar
 
 import jax
 import jax.numpy as jnp
 
+from moelib.core.context import inherited, inheriting
 from moelib.core.errors import UserError
 from moelib.layers.base import BaseLayer
 from moelib.parallel.sharding import constrain
 
-# The values of the transformer layer that runs; None outside of a stack.
-_carried: ContextVar[dict[str, jax.Array] | None] = ContextVar("moelib_carried", default=None)
+CARRIED = "carried"  # The values of the transformer layer that runs, which contexts inherit.
 
 
 def carried(layer: BaseLayer, name: str) -> jax.Array:
@@ -61,7 +60,7 @@ def initial_carry(stack: BaseLayer, x: jax.Array) -> dict[str, jax.Array]:
     Raises:
         UserError: If two layers declare one name with different shapes or dtypes.
     """
-    found = dict(_carried.get() or {})
+    found = dict(inherited(CARRIED) or {})
     for layer, _ in stack.walk():
         for name, spec in layer._create_layer_carry_specs(*x.shape[:2]).items():
             dtype = jnp.dtype(spec.dtype or x.dtype)
@@ -79,21 +78,18 @@ def initial_carry(stack: BaseLayer, x: jax.Array) -> dict[str, jax.Array]:
 def carrying(values: dict[str, jax.Array]) -> Iterator[dict[str, jax.Array]]:
     """Yields a copy of the values, which layers inside the block read and replace."""
     held = dict(values)
-    token = _carried.set(held)
-    try:
+    with inheriting(**{CARRIED: held}):
         yield held
-    finally:
-        _carried.reset(token)
 
 
 def put_back(values: dict[str, jax.Array]) -> None:
     """Gives the values after a stack to the stack around it, if there is one."""
-    if (around := _carried.get()) is not None:
+    if (around := inherited(CARRIED)) is not None:
         around.update({name: values[name] for name in around})
 
 
 def _values(layer: BaseLayer) -> dict[str, jax.Array]:
-    if (held := _carried.get()) is None:
+    if (held := inherited(CARRIED)) is None:
         raise UserError(
             f"{layer._title()} ({type(layer).__qualname__}) carries {', '.join(carry_names(layer))}"
             " from layer to layer, and runs outside of a stack; put it into a LoopStack or "

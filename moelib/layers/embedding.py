@@ -6,6 +6,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class
+from moelib.core.module import in_context
 from moelib.core.param import Cast, FanAxes, ParameterSpec
 from moelib.core.precision import CastAtUse
 from moelib.layers.base import BaseLayer
@@ -50,6 +51,7 @@ class Embedding(BaseLayer):
         del seq_len
         return 0.0  # A lookup; a model counts a tied head itself.
 
+    @in_context
     def attend(self, x: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
         """Returns the inner products with all vectors: the logits of a tied head."""
         table = self.parameters["weight"].astype(x.dtype)  # As in `operands`.

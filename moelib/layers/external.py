@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from moelib.core import tree
 from moelib.core.config import REQUIRED, InstantiableConfig, Required, config_class
 from moelib.core.errors import UserError
-from moelib.core.module import Module, nowrap
+from moelib.core.module import Module
 from moelib.core.param import ParameterSpec, is_spec
 from moelib.core.tree import Nested
 from moelib.layers.base import BaseLayer
@@ -138,12 +138,10 @@ class ExternalLayer(BaseLayer):
         except ValueError as error:
             raise UserError(f"{self._title()}: axes of {name!r}: {error}") from error
 
-    @nowrap
     def layer_parameter_specs(self) -> Nested:
         """Returns the specs of the parameters that `init` creates."""
         return self._specs
 
-    @nowrap
     def set_shardings(
         self, used: Mapping[str, PartitionSpec], mesh_shape: Mapping[str, int]
     ) -> None:
@@ -171,7 +169,6 @@ class ExternalLayer(BaseLayer):
         """Returns the outputs of `apply`, which gathers each parameter where it is used."""
         return self._at_use(lambda params: self._apply(params, *inputs, **named_inputs))(params)
 
-    @nowrap
     def _at_use(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function of (params, *args) that gathers each parameter where it is used."""
         return fn if self._use_specs is None else constrain_at_use(fn, self._use_specs)

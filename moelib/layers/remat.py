@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from moelib.core.config import did_you_mean
+from moelib.core.context import inherited, inheriting
 from moelib.core.errors import UserError
 
 # The members of `jax.checkpoint_policies` that are policies; the others there build policies.
@@ -30,6 +30,7 @@ REMAT_POLICIES = (
 
 _ROUTING = "routing"
 _DOT = "dot"
+_SCOPE = "saved activations"  # Name of the `_Scope` that contexts inherit.
 
 
 @dataclasses.dataclass
@@ -40,9 +41,6 @@ class _Scope:
     wanted: tuple[str, ...] = ()  # Names that must be seen by the end of the scope.
     is_group: bool = False  # Whether the blocks inside leave the check to this scope.
     seen: set[str] = dataclasses.field(default_factory=set)
-
-
-_scope: ContextVar[_Scope | None] = ContextVar("moelib_remat_scope", default=None)
 
 
 def save_activation(x: jax.Array, name: str) -> jax.Array:
@@ -76,7 +74,7 @@ def is_saved(name: str) -> bool:
 
     For layers that pass the name on to a kernel instead of calling `save_activation`.
     """
-    if (scope := _scope.get()) is None:
+    if (scope := inherited(_SCOPE)) is None:
         return False
     scope.seen.add(name)
     return name in scope.saved
@@ -147,7 +145,7 @@ def names_checked_together(*, check: bool = True) -> Iterator[None]:
 
     Without `check`, a name may also be one of blocks that are traced elsewhere.
     """
-    outer = _scope.get()
+    outer = inherited(_SCOPE)
     with _traced(() if outer is None else outer.saved, is_group=True) as scope:
         yield
         if not check:
@@ -159,12 +157,9 @@ def _traced(
     saved: tuple[str, ...], wanted: tuple[str, ...] = (), is_group: bool = False
 ) -> Iterator[_Scope]:
     """Traces a scope. Raises UserError at its end if it lacks a name, or leaves that to a group."""
-    outer, scope = _scope.get(), _Scope(saved, wanted, is_group)
-    token = _scope.set(scope)
-    try:
+    outer, scope = inherited(_SCOPE), _Scope(saved, wanted, is_group)
+    with inheriting(**{_SCOPE: scope}):
         yield scope
-    finally:
-        _scope.reset(token)
     if outer is not None:
         outer.seen |= scope.seen
         if outer.is_group:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.errors import UserError
-from moelib.core.module import Module, nowrap
+from moelib.core.module import Module
 from moelib.layers.base import BaseLayer
 
 
@@ -48,7 +48,6 @@ class RotaryEmbedding(BaseLayer):
         halves = first * cos - second * sin, second * cos + first * sin
         return jnp.concatenate([*(half.astype(x.dtype) for half in halves), x[..., dim:]], axis=-1)
 
-    @nowrap
     def frequencies(self, dim: int) -> Float[Array, "1 n"]:
         """Returns the rotation of each of the dim / 2 pairs, in radians per position."""
         return self.config.theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)[None]
@@ -73,7 +72,6 @@ class LinearRotaryEmbedding(RotaryEmbedding):
         super().__init__(cfg, parent=parent)
         _check_at_least_one(self, "factor")
 
-    @nowrap
     def frequencies(self, dim: int) -> Float[Array, "1 n"]:
         """Returns the rotation of each of the dim / 2 pairs, in radians per position."""
         return super().frequencies(dim) / self.config.factor
@@ -101,7 +99,6 @@ class Llama3RotaryEmbedding(RotaryEmbedding):
         cfg = self.config
         _check_extension(self, "high_freq_factor", "low_freq_factor")
 
-    @nowrap
     def frequencies(self, dim: int) -> Float[Array, "1 n"]:
         """Returns the rotation of each of the dim / 2 pairs, in radians per position."""
         cfg: Llama3RotaryEmbedding.Config = self.config
@@ -181,7 +178,6 @@ class YarnRotaryEmbedding(RotaryEmbedding):
                 f"{cfg.mscale} and mscale_all_dim={cfg.mscale_all_dim}; set only one of the two."
             )
 
-    @nowrap
     def ramp_ends(self, dim: int) -> tuple[float, float]:
         """Returns the pairs that turn `beta_fast` and `beta_slow` times in the original context."""
         cfg: YarnRotaryEmbedding.Config = self.config
@@ -195,7 +191,6 @@ class YarnRotaryEmbedding(RotaryEmbedding):
             low, high = math.floor(low), math.ceil(high)
         return max(low, 0), min(high, dim - 1)
 
-    @nowrap
     def frequencies(self, dim: int) -> Float[Array, "1 n"]:
         """Returns the rotation of each of the dim / 2 pairs, in radians per position."""
         low, high = self.ramp_ends(dim)

@@ -15,7 +15,7 @@ from moelib.core.config import (
 )
 from moelib.core.context import remat_in_context, scan_in_context
 from moelib.core.errors import UserError
-from moelib.core.module import nowrap
+from moelib.core.module import in_context
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.base import BaseLayer
 from moelib.layers.carry import carrying, initial_carry, put_back
@@ -193,7 +193,6 @@ class ScanStack(BaseStack):
         for j, layer in enumerate(self.config.block if self._repeats else []):
             self._add_layer(f"repeated{j}", layer)
 
-    @nowrap
     def copies(self, child: str) -> tuple[str, ...] | None:
         """Returns the names that the copies of a layer of the block have in a `LoopStack`."""
         if not child.startswith("repeated"):
@@ -211,6 +210,7 @@ class ScanStack(BaseStack):
     def _block_names(self) -> list[str]:
         return [f"repeated{j}" for j in range(len(self.config.block))]
 
+    @in_context
     def forward_first(
         self, x: Float[Array, "B S D"], side_inputs: dict[str, Any]
     ) -> Float[Array, "B S D"]:
@@ -221,6 +221,7 @@ class ScanStack(BaseStack):
         with names_checked_together(check=False):
             return self._apply_first((x, {}), side_inputs)[0]
 
+    @in_context
     def forward_block(
         self, x: Array, block: Array, key: Array | None, side_inputs: dict[str, Any]
     ) -> Array:

@@ -35,7 +35,7 @@ from moelib.core.config import (
 from moelib.core.config_paths import sub_configs
 from moelib.core.errors import UserError
 from moelib.core.jaxpr import abstract_parameters
-from moelib.core.module import Module, nowrap
+from moelib.core.module import Module
 from moelib.core.param import is_spec, specs_by_path
 from moelib.core.precision import cast_floats
 from moelib.core.tree import Nested
@@ -178,17 +178,14 @@ class Learner(Module):
             return optimizer
         return stored_as(optimizer, self.config.first_moment, self.config.second_moment)
 
-    @nowrap
     def is_updated(self, path: str) -> bool:
         """Returns whether an optimizer updates the parameter at "a/b/c"."""
         return self._labels[path] not in (_UNTRAINED, _FROZEN)
 
-    @nowrap
     def is_frozen(self, path: str) -> bool:
         """Returns whether a rule forbids any change of the parameter at "a/b/c", by layers too."""
         return self._labels[path] == _FROZEN
 
-    @nowrap
     def init(self, params: Nested) -> LearnerState:
         """Returns the state before the first step. Parameters that are not updated have none.
 
@@ -250,7 +247,6 @@ class Learner(Module):
         formats = self.config.first_moment, self.config.second_moment
         return set(formats) != {MomentFormat.FLOAT32}
 
-    @nowrap
     def state_specs(self) -> LearnerState:
         """Returns the tree of `init` with a ParameterSpec for each array; allocates none.
 
@@ -271,7 +267,6 @@ class Learner(Module):
                 )
         return state_specs(state, self._param_specs)
 
-    @nowrap
     def state_shardings(self, specs: LearnerState, shardings: LearnerState) -> LearnerState:
         """Returns the shardings of the state between steps, from those in device memory.
 
@@ -285,7 +280,6 @@ class Learner(Module):
             else shardings
         )
 
-    @nowrap
     def update(
         self,
         *,
@@ -387,7 +381,6 @@ class Learner(Module):
 
         return tree.map_by_path(gradient, updated)
 
-    @nowrap
     def eval_params(self, state: LearnerState, params: Nested) -> Nested:
         """Returns the parameters to evaluate, with the dtypes of `params`.
 

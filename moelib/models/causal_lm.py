@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.errors import UserError
 from moelib.core.metrics import Metric, WeightedScalar, weighted
-from moelib.core.module import Module, nowrap
+from moelib.core.module import Module, in_context
 from moelib.core.tree import Batch
 from moelib.layers.base import BaseLayer
 from moelib.layers.embedding import Embedding
@@ -94,6 +94,7 @@ class CausalLM(StackedModel):
         x = constrain(x, ("batch", "residual_sequence", "activation_embed"))
         return x, {"positions": _positions(batch), "segment_ids": segment_ids, "mask": mask}
 
+    @in_context
     def hidden(self, batch: Batch) -> Float[Array, "B S D"]:
         """Returns the normalized output of the decoder."""
         x, side_inputs = self.before(batch)
@@ -138,7 +139,6 @@ class CausalLM(StackedModel):
             metrics["cross_entropy_by_source"] = WeightedScalar(mean, counted)
         return loss, metrics
 
-    @nowrap
     def token_counts(self, batch: Batch) -> tuple[Array, Array]:
         """Returns the numbers of tokens with a label and of tokens without padding, float32."""
         labels, segment_ids = batch["target_labels"], batch.get("segment_ids")
@@ -147,15 +147,18 @@ class CausalLM(StackedModel):
         num_labels, num_tokens = counted
         return num_labels, num_tokens
 
+    @in_context
     def logits(self, batch: Batch) -> Float[Array, "B S V"]:
         """Returns the logits of the next token at every position."""
         return self.head(self.hidden(batch))
 
+    @in_context
     def logits_at(self, batch: Batch, index: Int[Array, "B"]) -> Float[Array, "B V"]:
         """Returns the logits of the token that follows position `index` of each sequence."""
         hidden = jnp.take_along_axis(self.hidden(batch), index[:, None, None], axis=1)
         return self.head(hidden)[:, 0]
 
+    @in_context
     def head(self, hidden: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
         """Returns the logits of the next token, given the output of `hidden`."""
         if self.config.lm_head is None:
@@ -168,7 +171,6 @@ class CausalLM(StackedModel):
         uses = (self.config.lm_head is None) + (0 if further is None else further.num_depths)
         return 2.0 * self.config.dim * self.config.vocab_size * uses  # Those of a shared matrix.
 
-    @nowrap
     def flops_per_token(self, *, seq_len: int) -> float:
         """Returns the matmul FLOPs per training token: three times those of the forward pass."""
         return 3.0 * self.forward_flops_per_token(seq_len)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, cast, final
 import jax
 
 from moelib.core.metrics import Metric, WeightedScalar
-from moelib.core.module import nowrap
+from moelib.core.module import in_context
 from moelib.core.tree import Batch, Nested
 from moelib.layers.base import BaseLayer
 from moelib.layers.transformer import ScanStack
@@ -35,7 +35,6 @@ class Model(BaseLayer):
     def forward(self, batch: Batch) -> tuple[WeightedScalar, Mapping[str, Metric]]:
         """Returns the loss, weighted by the number of tokens it is a mean over, and metrics."""
 
-    @nowrap
     def token_counts(self, batch: Batch) -> tuple[jax.Array, jax.Array] | None:
         """Returns the tokens of the loss and of auxiliary losses of a batch, float32.
 
@@ -44,13 +43,11 @@ class Model(BaseLayer):
         del batch
         return None
 
-    @nowrap
     def flops_per_token(self, *, seq_len: int) -> float | None:
         """Returns the matmul FLOPs per training token; None if they are unknown."""
         del seq_len
         return None
 
-    @nowrap
     def result_of(self, params: Nested) -> Any:
         """Returns parameters as `moelib.fit` returns them; None to leave them in the checkpoint."""
         del params
@@ -61,6 +58,7 @@ class Model(BaseLayer):
         """Whether `own_step` replaces the training step."""
         return False
 
+    @in_context
     def own_step(
         self, batch: Batch, apply_gradients: Callable[[Nested, Nested], Nested]
     ) -> tuple[Nested, WeightedScalar, Mapping[str, Metric]]:
@@ -80,13 +78,16 @@ class StackedModel(Model):
         """The stack: this model's child, or a layer further below."""
 
     @abstractmethod
+    @in_context
     def before(self, batch: Batch) -> tuple[jax.Array, dict[str, Any]]:
         """Returns the input [B, S, D] of the stack, and its keyword arguments."""
 
     @abstractmethod
+    @in_context
     def after(self, x: jax.Array, batch: Batch) -> tuple[WeightedScalar, Mapping[str, Metric]]:
         """Returns the loss and the metrics, given the output [B, S, D] of the stack."""
 
+    @in_context
     def before_blocks(self, batch: Batch) -> tuple[jax.Array, dict[str, Any]]:
         """Returns the input of the repeated blocks of a `ScanStack`, and their side inputs."""
         x, side_inputs = self.before(batch)

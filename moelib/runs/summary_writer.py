@@ -17,7 +17,7 @@ import jax
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
-from moelib.core.module import Module, nowrap
+from moelib.core.module import Module
 from moelib.runs.folder import RunFolder
 from moelib.runs.tracker import Tracker, TrackerThread
 from moelib.runtime import storage
@@ -77,7 +77,6 @@ class SummaryWriter(Module):
         """Formats that this process writes. Initializes JAX's devices, unlike building a writer."""
         return self.config.formats if jax.process_index() == 0 else ()
 
-    @nowrap
     def resume(self, step: int) -> None:
         """Drops everything written after `step`, so that a resumed run continues from there.
 
@@ -91,7 +90,6 @@ class SummaryWriter(Module):
         except (OSError, UserError) as error:
             logger.error("METRICS after step %d stay in %s: %s.", step, path, error)
 
-    @nowrap
     def write(self, step: int, scalars: Mapping[str, float], *, group: str = "train") -> None:
         """Writes the metrics of a step; they are in the files when this returns.
 
@@ -117,7 +115,6 @@ class SummaryWriter(Module):
                 tags = {tensorboard_tag(name): value for name, value in scalars.items()}
                 self._event_file(group).add_scalars(step, tags)
 
-    @nowrap
     def start_trackers(self, config_text: str) -> None:
         """Starts or continues the run in all trackers; only process 0 calls it.
 
@@ -130,7 +127,6 @@ class SummaryWriter(Module):
         for name, tracker in self._trackers.items():
             self._threads.append(TrackerThread(name, tracker, config_text, folder))
 
-    @nowrap
     def write_text(self, step: int, title: str, text: str) -> None:
         """Writes text for TensorBoard's text tab, shown as it is, without Markdown."""
         if "tensorboard" in self._formats:
@@ -163,7 +159,6 @@ class SummaryWriter(Module):
                 self._events[group].purge(self._purge_step)
         return self._events[group]
 
-    @nowrap
     def upload(self) -> None:
         """Starts to upload what was written, such as before a checkpoint; returns at once."""
         with self._failures_logged(self._purge_step or 0):
@@ -171,7 +166,6 @@ class SummaryWriter(Module):
                 if isinstance(file, storage.GrowingObject):
                     file.flush_soon()
 
-    @nowrap
     def close_trackers(self, stopped_by: str | None = None) -> None:
         """Ends the run in all trackers; `stopped_by` names the signal that stopped it."""
         stopped = stopped_by is not None and stopped_by.startswith("SIG")
@@ -179,7 +173,6 @@ class SummaryWriter(Module):
             status = "failed" if sys.exception() else "stopped" if stopped else "finished"
             self._threads.pop().close(status)
 
-    @nowrap
     def close(self) -> None:
         """Closes the files; a later write opens them again. Errors of the disk are logged."""
         files = [*self._events.values(), self._json_lines]

@@ -11,7 +11,7 @@ from moelib.core import tree
 from moelib.core.config import config_class
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
-from moelib.core.module import functional, nowrap
+from moelib.core.module import functional
 from moelib.core.precision import cast_parameters
 from moelib.data.prefetch import Prefetcher, put_batch
 from moelib.parallel.sharding import sharding_rules
@@ -29,7 +29,6 @@ class ExampleEvaler(SpmdEvaler):
 
     _predict: Callable[..., Any] | None = None  # Compiled for each mesh by JAX.
 
-    @nowrap
     def try_out(self, params: Any, mesh: jax.sharding.Mesh) -> None:
         """Evaluates the first batch, so that errors in the task's functions come before a step."""
         self.open_input(mesh)
@@ -66,7 +65,6 @@ class ExampleEvaler(SpmdEvaler):
         with sharding_rules({"batch": ()}):  # The mesh may not divide their number.
             return function({"batch": examples})
 
-    @nowrap
     def evaluate(
         self,
         params: Any,
@@ -95,7 +93,6 @@ class ExampleEvaler(SpmdEvaler):
                 scalars[name] = float(value)
         return scalars
 
-    @nowrap
     def predictions(
         self,
         params: Any,

@@ -25,7 +25,7 @@ from moelib.core.config import (
 from moelib.core.config_types import is_config
 from moelib.core.errors import UserError
 from moelib.core.metrics import Metric, WeightedScalar, is_metric, weighted
-from moelib.core.module import Module, nowrap
+from moelib.core.module import Module, in_context
 from moelib.core.tree import Batch, Nested
 from moelib.layers.external import ExternalLayer, Updated
 from moelib.models.model import Model
@@ -91,7 +91,6 @@ class Task(ExternalLayer, Model):
         """The parameters of the current context in the task's own tree."""
         return self.own_tree(self.own_parameters)
 
-    @nowrap
     def own_tree(self, params: Nested) -> Any:
         """Returns parameters by path in the tree that `init` returns."""
         return tree.from_nested(params, self._shapes)
@@ -110,12 +109,12 @@ class Task(ExternalLayer, Model):
                 self.add_state_update(name, value)
         return _metrics_of(result, batch["batch"])
 
+    @in_context
     def predict(self, batch: Batch) -> Any:
         """Returns the predictions for a batch of `TaskInput`."""
         run = self._at_use(lambda *args: _numbers(self.functions["predict"](*args)))
         return run(self._params, batch["batch"], self._key)
 
-    @nowrap
     def result_of(self, params: Nested) -> Any:
         """Returns the parameters in the task's own tree."""
         return self.own_tree(params)

@@ -18,7 +18,7 @@ from moelib.core.config import (
 )
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
-from moelib.core.module import Module, nowrap
+from moelib.core.module import Module
 from moelib.core.tree import Batch
 from moelib.data.input import Input, State
 from moelib.data.prefetch import HostRows, Prefetcher, host_rows, put_batch, row_sharding
@@ -53,12 +53,10 @@ class SpmdEvaler(Module):
         self._step_fn = make_eval_step(model, train_dtype=train_dtype)
         self._compiled: dict[tuple[str, ...], Callable[..., Any]] = {}  # By arrays of a batch.
 
-    @nowrap
     def should_evaluate(self, *, step: int, summaries: Mapping[str, float] | None = None) -> bool:
         """Returns whether the policy selects this step."""
         return self._policy(step=step, summaries=summaries or {})
 
-    @nowrap
     def open_input(self, mesh: jax.sharding.Mesh) -> None:
         """Opens the input, unless it is open; reads no batch. All processes must call it.
 
@@ -68,7 +66,6 @@ class SpmdEvaler(Module):
         self._share(mesh)
         agreed(lambda: self._input)
 
-    @nowrap
     def try_out(self, params: Any, mesh: jax.sharding.Mesh) -> None:
         """Runs what may fail, before the first step; to be called inside `jax.set_mesh(mesh)`."""
 
@@ -89,7 +86,6 @@ class SpmdEvaler(Module):
         sharding = batch_sharding(cfg.global_batch_size, cfg.seq_len, mesh)
         return sharding, host_rows(sharding, cfg.global_batch_size)
 
-    @nowrap
     def evaluate(
         self,
         params: Any,

@@ -29,7 +29,7 @@ from moelib.data.input import Input
 from moelib.data.prefetch import Prefetcher, host_rows, put_batch, row_sharding
 from moelib.layers.base import BaseLayer
 from moelib.layers.moe.layer import MoELayer
-from moelib.layers.moe.recording import RecordedRouting, recording_routing
+from moelib.layers.moe.recording import RECORDING, RecordedRouting
 from moelib.models.multi_token_prediction import MULTI_TOKEN
 from moelib.parallel.sharding import current_rules
 from moelib.runs.identity import check_inputs, config_hash
@@ -256,8 +256,9 @@ class RoutingEvaler(Watcher):
             )
         specs = self.model.create_parameter_specs_recursively()
         params = precision.cast_parameters(params, specs, self._trainer.train_dtype)
-        with recording_routing():
-            _, outputs = functional(self.model, None, params, (batch,), is_training=False)
+        _, outputs = functional(
+            self.model, None, params, (batch,), is_training=False, inherited={RECORDING: True}
+        )
         layers = dict(_by_layer(self.model, outputs.module_outputs))
         if not layers:
             raise UserError(

@@ -25,7 +25,7 @@ from moelib.core.config import (
     maybe_instantiate,
 )
 from moelib.core.errors import UserError
-from moelib.core.module import Module, nowrap
+from moelib.core.module import Module
 from moelib.core.param import is_spec
 from moelib.data.input import Input
 from moelib.data.prefetch import HostRows, host_rows, row_sharding
@@ -240,7 +240,6 @@ class SpmdTrainer(Module):
         for watcher in self.watchers.values():
             watcher.prepare(self)
 
-    @nowrap
     def mesh(self) -> jax.sharding.Mesh:
         """Returns the mesh of the config.
 
@@ -289,7 +288,6 @@ class SpmdTrainer(Module):
         return PipelineConfig(schedule, num_ranks, uniform=on_cpus)
 
     @contextlib.contextmanager
-    @nowrap
     def on_mesh(self) -> Iterator[None]:
         """Sets mesh, sharding rules and kernel backends; records the logical axes that are used."""
         rules = sharding.sharding_rules(rules_of(self.config))
@@ -305,12 +303,10 @@ class SpmdTrainer(Module):
         opened.parameters = self._params_on_host
         return opened
 
-    @nowrap
     def result(self) -> Any:
         """Returns the parameters to evaluate as the model gives them to `moelib.fit`, or None."""
         return self.model.result_of(self.model_params_for_eval())
 
-    @nowrap
     def best_step(self) -> int | None:
         """Returns the step of the best checkpoint; see `Checkpointer.best_step`."""
         return None if self.config.checkpointer is None else self.checkpointer.best_step()
@@ -370,19 +366,16 @@ class SpmdTrainer(Module):
         """This process's share of the sequences of a batch."""
         return host_rows(self.batch_sharding, self.config.input.global_batch_size)
 
-    @nowrap
     def model_params_for_eval(self) -> dict[str, Any]:
         """Returns the parameters to evaluate, such as their average; see `Learner.eval_params`."""
         return self.learner.eval_params(self.trainer_state.learner, self.trainer_state.model)
 
-    @nowrap
     def flops_per_token(self) -> float | None:
         """Returns the training FLOPs per token, or None if the model does not count them."""
         return self.model.flops_per_token(seq_len=self.config.input.seq_len)
 
     # State.
 
-    @nowrap
     def init(self, prng_key: jax.Array | int | None = None) -> None:
         """Initializes the state from a key, by default from `prng_seed`.
 
@@ -404,7 +397,6 @@ class SpmdTrainer(Module):
                 position = input_state_of(start.input, self._host_rows)
         self._state, self.input_state, self.step = state, position, int(state.step)
 
-    @nowrap
     def restore_checkpoint(self, step: int | None = None) -> int | None:
         """Restores the newest readable checkpoint, or that of `step`.
 
@@ -433,13 +425,11 @@ class SpmdTrainer(Module):
         self._origin, self._file_sums = record.origin, record.files
         return self.step
 
-    @nowrap
     def save_tokenizer(self) -> None:
         """Writes the input's tokenizer into the folder of the run, and hashes its files."""
         if save_tokenizer(self.config) or not self._file_sums:
             self._file_sums = file_sums(self.config.dir, FILES)
 
-    @nowrap
     def save_checkpoint(
         self, metrics: dict[str, float] | None = None, *, local: bool = False
     ) -> None:
@@ -471,7 +461,6 @@ class SpmdTrainer(Module):
 
     # Steps.
 
-    @nowrap
     def compile_train_step(self, batch: Any = None) -> jax.stages.Compiled:
         """Returns the compiled training step (state, batch) -> (state, metrics); donates the state.
 
@@ -501,7 +490,6 @@ class SpmdTrainer(Module):
             self.on_compiled(traced, lowered, compiled)
         return compiled
 
-    @nowrap
     def compiler_options(self) -> dict[str, str]:
         """Returns the options of XLA for the step.
 
@@ -511,7 +499,6 @@ class SpmdTrainer(Module):
         kind = self.mesh().devices.flat[0].device_kind
         return step_options(kind, self.config.compiler_options or {}, self.config.deterministic)
 
-    @nowrap
     def trace_train_step(
         self, batch: Any = None, *, pipeline: PipelineConfig | Literal["own"] | None = "own"
     ) -> jax.stages.Traced:
@@ -558,12 +545,10 @@ class SpmdTrainer(Module):
         self.check_sharding_rules()
         return traced
 
-    @nowrap
     def check_sharding_rules(self) -> None:
         """Raises ValueError if a sharding rule names a logical axis that nothing traced has."""
         sharding.check_rules_used(self.config.sharding_rules or {}, self._axes_used)
 
-    @nowrap
     def run_step(self, batch: Any, *, input_state: dict[str, Any] | None = None) -> Any:
         """Dispatches a step on a global batch; returns its packed metrics without waiting for them.
 
@@ -578,7 +563,6 @@ class SpmdTrainer(Module):
         self.step += 1
         return metrics
 
-    @nowrap
     def run(self, prng_key: jax.Array | int | None = None) -> dict[str, Any]:
         """Trains up to `max_step`, from the newest checkpoint if there is one.
 
@@ -713,7 +697,6 @@ class SpmdTrainer(Module):
         check_directory(self.config, self.folder, record, mesh=self.mesh().shape)
         return None if record is None else record.step
 
-    @nowrap
     def describe(self) -> str:
         """Returns one line with the size of the model and of the state, and the mesh."""
         params = self.trainer_state_specs.model

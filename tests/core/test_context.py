@@ -18,7 +18,7 @@ from moelib.core.context import (
     remat_in_context,
     scan_in_context,
 )
-from moelib.core.module import Module, functional
+from moelib.core.module import Module, functional, in_context
 
 LENGTH = 3
 
@@ -33,6 +33,7 @@ class Layer(Module):
         self.add_state_update("count", np.float32(1))
         return x
 
+    @in_context
     def noise(self) -> jax.Array:
         return jax.random.uniform(self.prng_key)
 

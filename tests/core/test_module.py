@@ -25,7 +25,7 @@ from moelib.core.module import (
     Module,
     UnconsumedAuxLossError,
     functional,
-    nowrap,
+    in_context,
 )
 
 
@@ -39,13 +39,14 @@ class Linear(Module):
         self.add_summary("mean", jnp.mean(x))
         return self.config.scale * (x @ self.state["weight"])
 
+    @in_context
     def transposed(self, x: jax.Array) -> jax.Array:
         return x @ self.state["weight"].T
 
+    @in_context
     def noise(self) -> jax.Array:
         return jax.random.uniform(self.prng_key)
 
-    @nowrap
     def num_elements(self) -> int:
         return self.config.input_dim**2
 
@@ -227,7 +228,6 @@ def test_an_error_while_building_keeps_its_traceback_and_names_the_config():
             super().__init__(cfg, parent=parent)
             self.fail()
 
-        @nowrap
         def fail(self) -> None:
             raise ValueError("mine") from KeyError("its cause")
 
@@ -302,6 +302,7 @@ def test_super_forward_runs_in_the_same_context():
 
 def test_methods_of_a_mixin_run_in_the_context_of_the_module():
     class Doubling:
+        @in_context
         def doubled(self) -> Any:
             return 2 * self.state["weight"]  # pyrefly: ignore[missing-attribute]
 

@@ -9,10 +9,23 @@ import numpy as np
 
 from moelib.core.config import InstantiableConfig
 from moelib.core.context import OutputCollection
-from moelib.core.module import functional
+from moelib.core.module import Module, functional
 
 # LLVM takes most of the time that compiled tests take; unoptimized code is as correct.
 QUICK = {"xla_backend_optimization_level": 0}
+
+
+class _Caller(Module):
+    """Calls any function."""
+
+    def forward(self, fn: Any, *args: Any) -> Any:
+        return fn(*args)
+
+
+def in_module(fn: Any) -> Any:
+    """Returns a function as a module that runs calls it."""
+    module = _Caller.default_config().instantiate(parent=None)
+    return lambda *args: functional(module, None, {}, (fn, *args), is_training=True)[0]
 
 
 def build(cfg: InstantiableConfig, **fields: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from moelib.core.module import _in_context
+from moelib.core.module import in_context
 
 
 class Bug(NamedTuple):
@@ -32,7 +32,7 @@ class Bug(NamedTuple):
             return self.replacement(known, *args, **options)
 
         is_layer = isinstance(self.owner, type) and self.attribute == "forward"
-        monkeypatch.setattr(self.owner, self.attribute, _in_context(wrong) if is_layer else wrong)
+        monkeypatch.setattr(self.owner, self.attribute, in_context(wrong) if is_layer else wrong)
 
 
 def replaces(

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.errors import UserError
+from moelib.core.module import in_context
 from moelib.core.param import ParameterSpec
 from moelib.kernels.flash_attention import CONTEXT, MaskSpec
 from moelib.layers.attention.cached import attend_to_cache, store
@@ -156,6 +157,7 @@ class LatentAttention(BaseLayer):
         out = attend_to_cache(q, held[:, None], held[:, None], positions, None, spec)
         return jnp.einsum("bshd,dhk->bshk", out[..., :rank], up[..., nope:])
 
+    @in_context
     def latents(
         self, x: Float[Array, "B S D"], positions: Int[Array, "B S"]
     ) -> tuple[Float[Array, "B S latent"], Float[Array, "B S rope"]]:
@@ -164,6 +166,7 @@ class LatentAttention(BaseLayer):
         key = self._projected(x, "k_rope", "attention_kv")
         return latent, self._rotated(key[:, :, None], positions)[:, :, 0]
 
+    @in_context
     def keys_and_values(
         self, latent: Float[Array, "B S latent"], key: Float[Array, "B S rope"]
     ) -> tuple[Float[Array, "B S H qk"], Float[Array, "B S H v"]]:

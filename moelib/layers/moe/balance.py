@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from moelib.core import tree
 from moelib.core.config import REQUIRED, Configurable, Required, config_class
 from moelib.core.errors import UserError
-from moelib.core.module import Module
+from moelib.core.module import Module, in_context
 from moelib.core.param import ParameterSpec
 from moelib.core.tree import Nested
 from moelib.layers.base import BaseLayer, bias_spec
@@ -197,6 +197,7 @@ class LoadCounter(BaseLayer):
         shape = (self.config.num_experts,)
         return {"counts": bias_spec(shape, (None,), trainable=False)}
 
+    @in_context
     def count(self, expert_ids: Int[Array, "B S K"], mask: Bool[Array, "B S"]) -> Float[Array, "E"]:
         """Returns the counts of earlier micro-batches; when training, adds this one's to them."""
         before = self.parameters["counts"]
@@ -226,6 +227,7 @@ class BiasBalancing(LoadCounter):
         counts = super()._create_layer_parameter_specs()
         return {"bias": counts["counts"], **counts}
 
+    @in_context
     def biased(self, scores: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
         """Returns the scores that select experts."""
         bias = self.parameters["bias"]

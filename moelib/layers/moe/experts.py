@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class
-from moelib.core.module import nowrap
 from moelib.core.param import ParameterSpec
 from moelib.core.tree import Nested
 from moelib.kernels.gmm import gmm_activated
@@ -61,7 +60,6 @@ class FeedForwardExperts(BaseLayer):
             specs["down_bias"] = bias_spec(shape, ("experts", "expert_embed"))
         return specs
 
-    @nowrap
     def batched(self, params: Nested, rows: Float[Array, "E C D"]) -> Float[Array, "E C D"]:
         """Returns the experts' outputs for equally many rows per expert."""
         params = {name: x.astype(rows.dtype) for name, x in params.items()}  # Float32 biases too.
@@ -77,7 +75,6 @@ class FeedForwardExperts(BaseLayer):
             y = y + params["down_bias"][:, None]
         return save_activation(y, "experts_down")
 
-    @nowrap
     def grouped(
         self,
         params: Nested,
@@ -127,7 +124,6 @@ class FeedForwardExperts(BaseLayer):
 
         return activated(*parts)
 
-    @nowrap
     def weighted_biases(
         self, params: Nested, ids: Int[Array, "T K"], weights: Float[Array, "T K"]
     ) -> Float[Array, "T D"] | None:

@@ -3,21 +3,19 @@
 Shapes: B batch, S sequence, K experts per token.
 """
 
-import contextlib
-from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, UInt
 
+from moelib.core.context import inherited
 from moelib.core.module import Module
 from moelib.layers.moe.metrics import router_entropy
 from moelib.layers.moe.router import Routing
 
 ROUTING = "routing"  # Name of the module output.
-_recording: ContextVar[bool] = ContextVar("moelib_recording_routing", default=False)
+RECORDING = "recording"  # `functional(..., inherited={RECORDING: True})` asks for the output.
 
 
 class RecordedRouting(NamedTuple):
@@ -35,19 +33,9 @@ def expert_id_dtype(num_experts: int) -> np.dtype:
     return np.min_scalar_type(num_experts + 1)
 
 
-@contextlib.contextmanager
-def recording_routing() -> Iterator[None]:
-    """Makes the MoE layers that are traced inside the block output their routing."""
-    token = _recording.set(True)
-    try:
-        yield
-    finally:
-        _recording.reset(token)
-
-
 def record_routing(layer: Module, routing: Routing) -> None:
-    """Adds the routing to the outputs of a layer, inside `recording_routing`."""
-    if not _recording.get():
+    """Adds the routing to the outputs of a layer, if `RECORDING` asks for it."""
+    if not inherited(RECORDING):
         return
     num_experts, ids = layer.config.num_experts, routing.expert_ids
     valid = routing.mask[..., None] & (ids >= 0) & (ids < num_experts)

@@ -11,7 +11,7 @@ from experiments.variants.differential_attention import (
 from moelib.core.errors import UserError
 from moelib.core.module import functional
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
-from moelib.layers.carry import carrying
+from moelib.layers.carry import CARRIED
 from moelib.train.pipeline import stack_of
 from tests import tiny
 from tests.experiments.variants.compare import assert_equal_to_reference, softmax, turned
@@ -55,10 +55,10 @@ def test_values_and_gradients_are_those_of_the_equations():
     made, depth = build(CFG), 3
 
     def run(operands):
-        with carrying({"depth": jnp.float32(depth)}):
-            inputs = {"x": operands["x"], "positions": AT, "segment_ids": IN}
-            y, _ = functional(made, None, operands["p"], inputs, is_training=True)
-        return y
+        inputs = {"x": operands["x"], "positions": AT, "segment_ids": IN}
+        values = {CARRIED: {"depth": jnp.float32(depth)}}
+        p = operands["p"]
+        return functional(made, None, p, inputs, is_training=True, inherited=values)[0]
 
     lambda_init = 0.8 - 0.6 * np.exp(-0.3 * depth)
     operands = {"p": initial(made), "x": normal(B, S, D)}

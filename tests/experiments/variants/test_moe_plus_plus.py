@@ -13,9 +13,9 @@ from experiments.variants.moe_plus_plus import (
 )
 from moelib.core.errors import UserError
 from moelib.core.module import functional
-from moelib.layers.carry import carrying
+from moelib.layers.carry import CARRIED
 from moelib.layers.moe.layer import MoELayer
-from moelib.layers.moe.recording import recording_routing
+from moelib.layers.moe.recording import RECORDING
 from moelib.train.pipeline import stack_of
 from tests import tiny
 from tests.experiments.variants.compare import assert_equal_to_reference, expert, softmax
@@ -67,10 +67,11 @@ def operands(seed=0):
     return made, {"p": p, "x": normal(B, S, D, seed=seed), "before": normal(B, S, N, seed=seed + 1)}
 
 
-def run_layer(made, operands):
-    with carrying({"router_logits": operands["before"]}) as held:
-        args = (operands["x"], jnp.asarray(MASK))
-        y, found = functional(made, None, operands["p"], args, is_training=True)
+def run_layer(made, operands, **inherited):
+    held = {"router_logits": operands["before"]}
+    args = (operands["x"], jnp.asarray(MASK))
+    inherited[CARRIED] = held
+    y, found = functional(made, None, operands["p"], args, is_training=True, inherited=inherited)
     return y, held["router_logits"], found
 
 
@@ -92,8 +93,7 @@ def test_values_and_gradients_are_those_of_the_equations():
 def recorded():
     """Operands, and what the layer put out, routing included."""
     made, given = operands()
-    with recording_routing():
-        return given, jax.jit(lambda given: run_layer(made, given)[2])(given)
+    return given, jax.jit(lambda given: run_layer(made, given, **{RECORDING: True})[2])(given)
 
 
 def test_the_balance_loss_weighs_experts_that_compute_nothing_less(recorded):

@@ -1,6 +1,5 @@
-"""Layers output their routing only inside `recording_routing`, and then without padding."""
+"""Layers output their routing only if it is asked for, and then without padding."""
 
-import contextlib
 import functools
 
 import jax
@@ -9,9 +8,9 @@ import numpy as np
 
 from experiments.variants.moe_plus_plus import ResidualRouter, ZeroComputationExperts
 from moelib.core.module import functional
-from moelib.layers.carry import carrying
+from moelib.layers.carry import CARRIED
 from moelib.layers.moe.layer import MoELayer
-from moelib.layers.moe.recording import RecordedRouting, recording_routing
+from moelib.layers.moe.recording import RECORDING, RecordedRouting
 from tests.layers.calling import build, initial, normal
 
 B, S, D, E, K = 2, 4, 8, 4, 2
@@ -23,16 +22,15 @@ CFG = MoELayer.default_config().set(
 )
 
 
-def outputs(recording, **fields):
+def outputs(inherited, **fields):
     layer = build(CFG, **fields)
-    run = functools.partial(functional, layer, None, is_training=False)
-    with recording_routing() if recording else contextlib.nullcontext():
-        return jax.jit(run)(initial(layer), (normal(B, S, D), MASK))[1].module_outputs
+    run = functools.partial(functional, layer, None, is_training=False, inherited=inherited)
+    return jax.jit(run)(initial(layer), (normal(B, S, D), MASK))[1].module_outputs
 
 
 def test_a_layer_outputs_its_routing_only_if_it_is_recorded():
-    assert outputs(recording=False) == {}
-    found: RecordedRouting = outputs(recording=True)["routing"]
+    assert outputs({}) == {}
+    found: RecordedRouting = outputs({RECORDING: True})["routing"]
     assert found.expert_ids.shape == (B, S, K)
     assert found.expert_ids.dtype == jnp.uint8
     assert found.weights.dtype == found.entropy.dtype == jnp.float16
@@ -51,8 +49,8 @@ def test_experts_that_get_no_rows_are_recorded_as_no_expert():
         "load_balance_loss": None,
         "router_z_loss": None,
     }
-    with carrying({"router_logits": jnp.zeros((B, S, E + 3))}):
-        found = outputs(recording=True, **fields)["routing"]
+    values = {RECORDING: True, CARRIED: {"router_logits": jnp.zeros((B, S, E + 3))}}
+    found = outputs(values, **fields)["routing"]
     ids, weights = np.asarray(found.expert_ids), np.asarray(found.weights)
     assert ids.max() == E
     assert (ids[MASK] < E).any()
