@@ -1,11 +1,9 @@
 """The MoE layer: router > dispatch > experts > combine, plus experts shared by all tokens."""
 
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from moelib.core.config import REQUIRED, InstantiableConfig, Required, config_class
@@ -29,11 +27,10 @@ from moelib.layers.moe.dispatch import Assignments, DispatchContext, Dispatched
 from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
 from moelib.layers.moe.experts import FeedForwardExperts
 from moelib.layers.moe.metrics import routing_metrics
+from moelib.layers.moe.placement import place
 from moelib.layers.moe.recording import record_routing
 from moelib.layers.moe.router import Router, Routing
-from moelib.layers.quantization import divided
 from moelib.parallel import sharding
-from moelib.parallel.collectives import gather
 
 
 class MoELayer(BaseLayer):
@@ -137,66 +134,25 @@ class MoELayer(BaseLayer):
         if mesh is None or mesh.size == 1:
             context = DispatchContext(self.config.num_experts)
             return self._dispatcher(self.experts, params, x, assignments, context)
-        return self._on_each_device(dict(mesh.shape), params, x, assignments)
-
-    def _on_each_device(
-        self, mesh_shape: dict[str, int], params: Nested, x: Array, assignments: Assignments
-    ) -> Dispatched:
-        """Dispatches each device's own tokens, sharded by batch and sequence.
-
-        Weights are gathered in the compute dtype, with two exceptions. Experts stay sharded over
-        the expert axes if the dispatcher reaches those of other devices. The hidden dimension stays
-        sharded: the devices along it share tokens, each computes its part, and the parts are
-        summed. Expert axes that shard no tokens shard the sequence too. Weights sharded over
-        further axes, for storage only, are gathered by the compiler.
-        """
-        names = functools.partial(sharding.mesh_axes, mesh_shape=mesh_shape)
-        experts = names("experts") if self._dispatcher.expert_parallel else ()
-        batch, sequence, ffn = names("batch"), names("sequence"), names("expert_ffn")
-        sequence += tuple(axis for axis in experts if axis not in (*batch, *sequence))
-        axes = (*batch, *sequence, *ffn)
-        context = DispatchContext(self.config.num_experts, experts, sequence)
+        shape, title = dict(mesh.shape), self._title()
+        parallel = self._dispatcher.expert_parallel
+        placement = place(shape, x.shape, expert_parallel=parallel, title=title)
+        context = DispatchContext(self.config.num_experts, placement.experts, placement.sequence)
         specs = self.experts.create_parameter_specs_recursively()
-        splits = sharding.partition_specs(specs, mesh_shape, prefix=f"{self._title()}: experts/")
-        dims, title = ("batch", "sequence", "expert_ffn"), f"tokens of {self._title()}"
-        rules = {**sharding.current_rules(), "sequence": sequence}
-        sharding.partition_spec(dims, mesh_shape, rules=rules, array=title)
-        tokens = sharding.partition_spec(
-            dims[:2], mesh_shape, shape=x.shape[:2], rules=rules, array=title
-        )
-        # The parts are summed into the sharding of the residual stream.
-        copies = math.prod(mesh_shape[axis] for axis in ffn)
-        scattered = bool(ffn) and names("residual_sequence") == (*sequence, *ffn)
-        parts = copies * math.prod(mesh_shape[axis] for axis in sequence)
-        scattered = scattered and x.shape[1] % parts == 0
+        splits = sharding.partition_specs(specs, shape, prefix=f"{title}: experts/")
+        splits, params = placement.at_use(splits, params)
 
-        def whole(split: PartitionSpec, weight: Array) -> Array:
-            return gather(vary(weight, axes), split, keep=(*experts, *ffn))
-
-        def run(params: Nested, x: Array, assignments: Assignments) -> tuple[Array, Array]:
-            params = jax.tree.map(whole, splits, params)
-            if ffn:
-                params = params | {
-                    name: jnp.where(jax.lax.axis_index(ffn) == 0, params[name], 0)
-                    for name in self.experts.added_once
-                    if name in params
-                }
-            x, assignments = vary((x, assignments), axes)
+        def on_each_device(params: Nested, x: Array, assignments: Assignments) -> Dispatched:
+            params = placement.gathered(splits, params, self.experts.added_once)
+            x, assignments = vary((x, assignments), placement.axes)
             y, num_dropped = self._dispatcher(self.experts, params, x, assignments, context)
-            if scattered:
-                y = jax.lax.psum_scatter(y, ffn, scatter_dimension=1, tiled=True)
-            elif ffn:
-                y = jax.lax.psum(y, ffn)
-            return y, jax.lax.psum(vary(num_dropped, axes), axes) / copies
+            return Dispatched(placement.summed(y), placement.counted(num_dropped))
 
-        # Axes that shard no tokens are gathered on the way into the shard_map.
-        splits = jax.tree.map(lambda split: sharding.keep_axes(split, axes), splits)
-        pairs = jax.tree.map(lambda split, x: divided(x, split, ffn), splits, params)
-        params, splits = (jax.tree.map(lambda _, pair, i=i: pair[i], splits, pairs) for i in (0, 1))
-        result = PartitionSpec(tokens[0], (*sequence, *ffn)) if scattered else tokens
-        in_specs, out_specs = (splits, tokens, tokens), (result, PartitionSpec())
-        run = jax.shard_map(run, in_specs=in_specs, out_specs=out_specs)
-        return Dispatched(*run(params, x, assignments))
+        return jax.shard_map(
+            on_each_device,
+            in_specs=(splits, placement.tokens, placement.tokens),
+            out_specs=Dispatched(*placement.outputs),
+        )(params, x, assignments)
 
     def _report(self, routing: Routing, num_dropped: Array) -> None:
         """Adds the auxiliary losses and the metrics of the routing."""
