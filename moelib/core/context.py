@@ -103,8 +103,8 @@ class InvocationContext:
     # Random key, or a function that returns it; None without a key.
     prng_key: jax.Array | Callable[[], jax.Array | None] | None
     is_training: bool
-    # Values by name that all modules below see, such as those that a transformer layer carries to
-    # the next one; see `inherited`.
+    # Values by name that all modules called from here see, such as those that a transformer layer
+    # carries to the next one; see `inherited`.
     inherited: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     # Outputs so far of the module and of its children.
     outputs: OutputCollection = dataclasses.field(default_factory=new_output_collection)
@@ -246,7 +246,7 @@ def inherited(name: str) -> Any:
 
 @contextlib.contextmanager
 def inheriting(**values: Any) -> Iterator[None]:
-    """Gives values to the innermost context, and to those below it, inside the block."""
+    """Gives values to the innermost context, and to the calls from it, inside the block."""
     context = _required_context()
     before = context.inherited
     context.inherited = {**before, **values}
@@ -284,6 +284,7 @@ def call_context(module: ModuleLike) -> Iterator[InvocationContext]:
     Raises:
         OutsideError: If the module is not inside any module that runs.
     """
+    values = context_stack()[-1].inherited  # Those of the caller, whichever context holds it.
     for context in reversed(context_stack()):
         names = names_below(context.module, module)
         if names is not None:
@@ -294,13 +295,14 @@ def call_context(module: ModuleLike) -> Iterator[InvocationContext]:
             "add it as a child."
         )
     if not names:  # A module calls one that it is inside of.
-        with set_current_context(context):
+        with set_current_context(context), inheriting(**values):
             yield context
         return
     call = context.calls.get(names, 0)
     context.calls[names] = call + 1
     holder, name = _holder(context, names), names[-1]
     inside = holder.child(name, module, call=call)
+    inside.inherited = values
     with set_current_context(inside):
         yield inside
     holder.add_call(name, prune_empty(inside.outputs))

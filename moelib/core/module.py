@@ -297,7 +297,7 @@ def functional(
         is_training: Whether this is a training step.
         method: Name of the method.
         drop_output_collections: Names of collections to return empty.
-        inherited: Values that all modules inside see; see `InvocationContext`.
+        inherited: Values that all modules inside see, besides those that the caller sees.
 
     Returns:
         (result of the method, outputs that the modules added).
@@ -318,7 +318,7 @@ def functional(
         )
     caller = current_context()
     args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
-    values = inherited or (caller.inherited if caller else {})
+    values = {**(caller.inherited if caller else {}), **(inherited or {})}
     called = InvocationContext(module, state, prng_key, is_training, values)
     with context.set_current_context(called):
         outputs = _run(module, method, lambda: getattr(module, method)(*args, **kwargs))

@@ -51,6 +51,11 @@ class CausalLM(StackedModel):
     def __init__(self, cfg: Config, *, parent: Module | None) -> None:
         super().__init__(cfg, parent=parent)
         cfg = self.config
+        if type(self).hidden is not CausalLM.hidden:
+            raise UserError(
+                f"{self._title()}: {type(self).__qualname__} overrides hidden, which the loss does "
+                "not call; override before and after."
+            )
         if cfg.loss_chunk_size is not None and cfg.loss_chunk_size < 1:
             raise UserError(
                 f"{self._title()}: loss_chunk_size is {cfg.loss_chunk_size}; set it to 1 or more."

@@ -70,7 +70,10 @@ class Model(BaseLayer):
 
 
 class StackedModel(Model):
-    """A model that a pipeline can cut: what precedes a stack of layers, the stack, what follows."""
+    """A model that a pipeline can cut: what precedes a stack of layers, the stack, what follows.
+
+    A module that both `before` and `after` call draws the same random numbers twice in a pipeline.
+    """
 
     @property
     @abstractmethod

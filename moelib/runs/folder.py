@@ -75,11 +75,11 @@ class RunFolder:
     def events(self) -> list[Event]:
         """Returns the events, oldest first; without lines that a crash left incomplete."""
         if self._events is None:
-            path = self.file(EVENTS_FILE)
-            self._events = []
+            path, found = self.file(EVENTS_FILE), []
             if storage.exists(path):
                 with storage.open_to_read(path, encoding="utf-8", errors="replace") as file:
-                    self._events = [x for line in file if (x := _event_of(line)) is not None]
+                    found = [x for line in file if (x := _event_of(line)) is not None]
+            self._events = found  # Only now: after an error they are read again.
         return self._events
 
     def log(self, event: str, **fields: Any) -> None:

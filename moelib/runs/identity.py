@@ -141,10 +141,13 @@ def saved_config(
     Raises:
         UserError: If config.txt is needed, and cannot be read.
     """
-    path = folder.config_file
-    if record is not None and record.config and not (use_file and storage.exists(path)):
+    path, has_record = folder.config_file, record is not None and bool(record.config)
+    written = ""
+    if (use_file or not has_record) and storage.exists(path):
+        written = read_text(path)
+    if record is not None and has_record and not written:
         return record.config, f"{folder.path}, config in the record of step {record.step}, line "
-    return (read_text(path), f"{path}:") if storage.exists(path) else ("", "")
+    return (written, f"{path}:") if written else ("", "")
 
 
 def warn_other_file(

@@ -1,8 +1,7 @@
 """The gradients of a step whose layers are spread over pipeline ranks.
 
-What runs before the repeated blocks of the model's `ScanStack`, the blocks, and what runs after
-them are functions of their own (`moelib.models.model.StackedModel`,
-`moelib.parallel.pipeline.engine`).
+The parts of the model before, inside and after the repeated blocks of its `ScanStack` are functions
+of their own (`moelib.models.model.StackedModel`, `moelib.parallel.pipeline.engine`).
 """
 
 import dataclasses
@@ -19,6 +18,7 @@ from jax import lax
 
 from moelib.core import tree
 from moelib.core.context import (
+    InvocationContext,
     OutputCollection,
     OutsideError,
     fold_name,
@@ -314,7 +314,10 @@ def accumulate_in_pipeline(
 
     def metrics_of(each: Any) -> Any:
         batch, shares, num_tokens, before, blocks, (loss, metrics, after) = each
-        outputs = OutputCollection(*map(tree.merge, before, blocks, after))
+        context = InvocationContext(model, None, None, True)
+        for part in (before, blocks, after):  # A module may give outputs in several.
+            context.merge(part)
+        outputs = context.outputs
         aux_loss = weighted(outputs.total_aux_loss(num_tokens), num_tokens)
         found = collect(loss, metrics, outputs, batch, aux_loss)
         return found, jnp.stack([loss.mean, aux_loss.mean]) @ shares

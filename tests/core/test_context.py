@@ -13,6 +13,8 @@ from moelib.core.context import (
     OutputCollection,
     OutputConflictError,
     fold_name,
+    inherited,
+    inheriting,
     new_output_collection,
     prune_empty,
     remat_in_context,
@@ -372,3 +374,40 @@ def test_losses_of_parts_of_micro_batches_add_up_to_sums_over_the_tokens_of_the_
         micro = OutputCollection({}, {}, {}, {"a": {"x": loss}})
         total += num_tokens / 8 * micro.total_aux_loss(jnp.float32(num_tokens))
     np.testing.assert_allclose(total, 0.1 * sum(part.sum() for part in losses) / 8, rtol=1e-6)
+
+
+def test_a_module_from_outside_sees_the_values_of_its_caller():
+    seen = []
+
+    class Watching(Module):
+        def forward(self, x: jax.Array) -> jax.Array:
+            seen.append((inherited("mine"), inherited("given")))
+            return x
+
+    def call(stack: Any) -> jax.Array:
+        with inheriting(mine=1):  # Of the stack, and not of the module that holds the other.
+            stack.parent.shared(ONES)
+        return stack.parent.shared(ONES)
+
+    module = Sharing.default_config().set(shared=Watching.default_config()).instantiate(parent=None)
+    state = {"shared": {}, "stack": STATE}
+    functional(module, None, state, (call,), is_training=False, inherited={"given": 2})
+    assert seen == [(1, 2), (None, 2)]
+
+
+def test_a_nested_functional_sees_the_values_of_its_caller_and_its_own():
+    seen = []
+
+    class Watching(Module):
+        def forward(self) -> None:
+            seen.append((inherited("a"), inherited("b")))
+
+    inner = Watching.default_config().instantiate(parent=None)
+
+    class Outer(Module):
+        def forward(self) -> None:
+            functional(inner, None, {}, (), is_training=False, inherited={"b": 2})
+
+    outer = Outer.default_config().instantiate(parent=None)
+    functional(outer, None, {}, (), is_training=False, inherited={"a": 1, "b": 1})
+    assert seen == [(1, 2)]

@@ -55,3 +55,15 @@ def test_events_are_read_in_their_order_and_incomplete_lines_are_not(tmp_path):
         ("start", 0),
         ("end", 7),
     ]
+
+
+def test_events_that_could_not_be_read_are_read_again(tmp_path, monkeypatch):
+    RunFolder(tmp_path).log("bad_step", step=3)
+    folder = RunFolder(tmp_path)
+    with monkeypatch.context() as failing:
+        failing.setattr("moelib.runtime.storage.open_to_read", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            folder.events()
+    assert [x["step"] for x in folder.events()] == [3]
+    folder.log("end", step=4)  # Known without reading.
+    assert [x["step"] for x in folder.events()] == [3, 4]

@@ -10,6 +10,7 @@ from moelib.core import config_parse, tree
 from moelib.core.config import config_class, config_for_function
 from moelib.core.errors import UserError
 from moelib.layers.base import BaseLayer
+from moelib.layers.embedding import Embedding
 from moelib.layers.moe.balance import BalanceScope, BiasBalancing, LoadBalanceLoss
 from moelib.layers.moe.router import Router
 from moelib.layers.norm import RMSNorm
@@ -161,6 +162,27 @@ def test_a_step_in_bfloat16_is_as_exact_as_one_without_a_pipeline(schedule):
     ):
         of_plain, of_pipeline, start = (norm(x - want) for x in others)
         assert of_pipeline <= 1.5 * of_plain + 0.003 * start, (path, of_pipeline, of_plain, start)
+
+
+class _LoudEmbedding(Embedding):
+    """Gives outputs in each call: before the blocks and, in further predictions, after them."""
+
+    def forward(self, ids):
+        x = super().forward(ids)
+        self.add_summary("size", jnp.mean(jnp.abs(x).astype(jnp.float32)))
+        self.add_aux_loss("size", jnp.mean(jnp.square(x).astype(jnp.float32)), weight=0.1)
+        return x
+
+
+@pytest.mark.slow
+def test_outputs_of_a_module_before_and_after_the_blocks_are_all_kept():
+    cfg = model_config(stacked(transformer_layer(), num_layers=2))
+    cfg.embedding = _LoudEmbedding.default_config()
+    cfg.multi_token_prediction = MultiTokenPrediction.default_config().set(
+        module=MultiTokenModule.default_config().set(layer=transformer_layer())
+    )
+    pipeline = PipelineConfig(Schedule.ONE_F_ONE_B, 2, uniform=True)
+    check(cfg, {"pipeline": 2}, pipeline, num_microbatches=2)
 
 
 class _Scaled(CausalLM):
