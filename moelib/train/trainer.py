@@ -198,11 +198,13 @@ class SpmdTrainer(Module):
         cfg = completed(self.config)
         self.folder = RunFolder(cfg.dir)
         self._input_config = cfg.input
-        if not isinstance(self._add_child("model", cfg.model), Model):
+        built = getattr(cfg.model, "klass", None)
+        if isinstance(built, type) and not issubclass(built, Model):
             raise UserError(
-                f"model is a {type(self.model).__qualname__}; set a moelib.models.model.Model, "
-                "whose forward pass returns the loss of a batch."
+                f"model is a {built.__qualname__}; set a moelib.models.model.Model, whose forward "
+                "pass returns the loss of a batch."
             )
+        self._add_child("model", cfg.model)
         self._state: TrainerState | None = None  # There is none for examples of this sharding.
         self.sharding_report: ShardingReport | None = None  # Of automatic shardings.
         if cfg.auto_sharding or self.model.is_auto_sharded:

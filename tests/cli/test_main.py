@@ -98,7 +98,7 @@ def test_machines_without_tpus_print_nothing_about_them():
     env = {name: value for name, value in os.environ.items() if not name.startswith("TPU_")}
     env.pop("JAX_PLATFORMS", None)
     code = (
-        "import sys; from moelib.core import platforms; platforms.hide_absent_tpus();"
+        "import sys; from moelib.runtime import platforms; platforms.hide_absent_tpus();"
         "import jax; print(jax.devices()[0].platform)"
     )
     done = subprocess.run(

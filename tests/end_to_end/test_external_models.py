@@ -12,8 +12,8 @@ from flax import linen
 from moelib.core import tree
 from moelib.core.config import config_for_function
 from moelib.core.metrics import weighted
-from moelib.layers.external import ExternalLayer
 from moelib.layers.transformer import LoopStack
+from moelib.models.external import ExternalModel
 from moelib.parallel.mesh import mesh_shape_from_axes
 from tests import tiny
 from tests.inference.models import decoder, layer
@@ -61,7 +61,7 @@ def trainer_config(directory, *, whole=True, **fields):
     cfg = tiny.trainer_config(directory, evaler=whole, **fields)
     if whole:
         # --8<-- [start:train]
-        model = ExternalLayer.default_config().set(functions=config_for_function(reader))
+        model = ExternalModel.default_config().set(functions=config_for_function(reader))
         model.functions.vocab_size = 32
         model.axes = [
             ("Embed_0/embedding", ("vocab", "embed")),

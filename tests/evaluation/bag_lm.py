@@ -10,16 +10,16 @@ import numpy as np
 from moelib.core.config import REQUIRED, config_class
 from moelib.core.metrics import weighted
 from moelib.core.param import ParameterSpec
-from moelib.layers.base import BaseLayer
+from moelib.models.model import Model
 
 DIM = 16
 
 
-class BagLM(BaseLayer):
+class BagLM(Model):
     """Predicts from the newest token and from the mean of all tokens of its segment so far."""
 
     @config_class
-    class Config(BaseLayer.Config):
+    class Config(Model.Config):
         vocab_size: int = REQUIRED
 
     def _create_layer_parameter_specs(self):

@@ -9,6 +9,7 @@ import pytest
 
 from moelib.core.param import is_spec
 from moelib.data.prefetch import HostRows
+from moelib.parallel import sharding
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.runs import input_state
 from moelib.runs.input_state import gather_input_state, input_state_of
@@ -43,7 +44,7 @@ def test_optimizer_state_is_sharded_like_its_parameter(tmp_path):
 
 def test_abstract_state_has_shardings(tmp_path):
     trainer = tiny.trainer_config(tmp_path).instantiate(parent=None)
-    target = state.abstract_state(trainer.trainer_state_specs, trainer.trainer_state_shardings)
+    target = sharding.abstract_state(trainer.trainer_state_specs, trainer.trainer_state_shardings)
     assert target.step.dtype == jnp.int32
     assert target.model["table"].sharding == trainer.trainer_state_shardings.model["table"]
 
