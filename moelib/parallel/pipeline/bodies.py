@@ -19,7 +19,6 @@ from moelib.core.jaxpr import (
     bind_shard_map,
     name_scope_of,
     num_consts_and_carries,
-    shard_map_axes,
 )
 from moelib.parallel.pipeline.buffers import Entry, is_entry, read
 
@@ -176,7 +175,7 @@ class _ShardMap(_Scan):
         return 0, 0
 
     def _axes(self, variable: Any) -> tuple[str, ...]:
-        manual = shard_map_axes(self.eqn)
+        manual = self.eqn.params["newly_manual_axes"]
         if self.eqn.params["check_vma"]:
             manual = manual & variable.aval.manual_axis_type.varying
         return tuple(axis for axis in self.eqn.params["mesh"].axis_names if axis in manual)
