@@ -32,7 +32,6 @@ from moelib.models.model import Model
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.trainer import SpmdTrainer
-from tests.layers.calling import QUICK
 
 VOCAB_SIZE, DIM, NUM_EXPERTS = 32, 16, 4
 ROWS, SEQ_LEN = 8, 8
@@ -123,7 +122,7 @@ def objective(
     return result[0].mean + outputs.total_aux_loss(), (result, outputs)
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnums=0)
 def value_and_grad(model: CausalLM, params: Any, batch: Any) -> Any:
     """Returns ((objective, (what forward returned, collection)), gradients), compiled."""
     run = functools.partial(objective, model)
@@ -133,7 +132,7 @@ def value_and_grad(model: CausalLM, params: Any, batch: Any) -> Any:
 def initial(model: BaseLayer, seed: int = 0, **jit_options: Any) -> Any:
     """Returns the parameters of a model or layer, made under jit."""
     init = model.initialize_parameters_recursively
-    return jax.jit(init, compiler_options=QUICK, **jit_options)(jax.random.key(seed))
+    return jax.jit(init, **jit_options)(jax.random.key(seed))
 
 
 def mesh(**axes: int) -> jax.sharding.Mesh:

@@ -11,7 +11,6 @@ import pytest
 from moelib.kernels.quantized_matmul import Quantization, quantize, quantized_gmm, quantized_matmul
 from moelib.kernels.quantized_matmul.quantize import _rounded
 from tests.kernels.comparing import assert_close, pulled
-from tests.layers.calling import QUICK
 
 FP8, INT8 = Quantization.FP8_BLOCK, Quantization.INT8_BLOCK
 SCHEMES = [scheme for scheme in Quantization if scheme is not Quantization.NONE]
@@ -53,7 +52,7 @@ def matrix(m: int, n: int, seed: int = 0) -> np.ndarray:
     return x.astype(np.float32)
 
 
-quantized = jax.jit(quantize, static_argnums=(1, 2), compiler_options=QUICK)
+quantized = jax.jit(quantize, static_argnums=(1, 2))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -113,7 +112,7 @@ def test_a_bad_number_makes_its_block_nan(scheme, block):
 # -- Matmuls ---------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnums=(3,), compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnums=(3,))
 def dense(x, weight, grad, backend):
     run = lambda x, at: quantized_matmul(x, weight, at, backend=backend)
     return pulled(run, grad, x, jnp.zeros(weight.values.shape))
@@ -163,7 +162,7 @@ def test_dots_of_8_bits_refuse_scales_of_blocks():
         dense(x, weight, x, "float8")
 
 
-@functools.partial(jax.jit, static_argnums=4, compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnums=4)
 def grouped(rows, weight, grad, sizes, backend):
     run = lambda rows, at: quantized_gmm(rows, weight, at, sizes, backend=backend)
     return pulled(run, grad, rows, jnp.zeros(weight.values.shape))

@@ -12,7 +12,6 @@ from tests.learner.example import (
     SCAN_SPECS,
     SPECS,
     arrays,
-    fast_jit,
     fn,
     make_learner,
     run,
@@ -143,7 +142,7 @@ def test_muon_makes_each_stacked_matrix_orthogonal():
     spec = SCAN_SPECS["layers"]["experts"]  # [L, E, D, F]
     optimizer = optimizers.muon_optimizer(1.0, param_specs={"w": spec}, ns_steps=10)
     grads = arrays({"w": spec}, seed=3)
-    updates, _ = fast_jit(optimizer.update)(grads, optimizer.init(grads), grads)
+    updates, _ = jax.jit(optimizer.update)(grads, optimizer.init(grads), grads)
     scale = (8 / 6) ** 0.5
     singular = np.linalg.svd(np.asarray(updates["w"]) / scale, compute_uv=False)
     assert singular.shape == (2, 4, 6)

@@ -14,7 +14,7 @@ from moelib.layers.moe.balance import BiasBalancing
 from moelib.layers.moe.router import Router
 from moelib.parallel.sharding import named_shardings
 from tests import tiny
-from tests.layers.calling import QUICK, call
+from tests.layers.calling import call
 
 
 @functools.cache
@@ -60,7 +60,7 @@ def test_initial_values_do_not_depend_on_the_mesh():
     tiny.assert_trees_close(placed, on_one_device()[0], 2e-7)
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnums=0)
 def logits(model: Any, params: Any, batch: Any) -> jax.Array:
     return call(model, params, batch, method="logits")
 

@@ -21,7 +21,7 @@ from moelib.layers.moe.experts import FeedForwardExperts
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.transformer import TransformerLayer
 from tests.kernels.comparing import assert_close
-from tests.layers.calling import QUICK, build, initial, normal
+from tests.layers.calling import build, initial, normal
 from tests.oracles.moe import routed
 
 B, S, D, F, E, K = 4, 10, 4, 6, 5, 2
@@ -65,7 +65,7 @@ ROUTINGS = {
 }
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnums=0)
 def pulled(dispatcher, params, x, ids, weights, mask, grad):
     """Returns (value, gradients in parameters, x and weights)."""
 

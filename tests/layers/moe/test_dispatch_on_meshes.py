@@ -16,7 +16,7 @@ from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.router import Routing
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.parallel.sharding import sharding_rules
-from tests.layers.calling import QUICK, build, call, initial, normal
+from tests.layers.calling import build, call, initial, normal
 
 B, S, D, F, E, K = 8, 16, 8, 8, 8, 3
 X, GRAD = normal(B, S, D), normal(B, S, D, seed=1)
@@ -81,7 +81,7 @@ def layer(name, **fields):
 PARAMS = initial(layer("dense"))
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnums=0)
 def pulled(made, params, x, weights, ids, mask, grad):
     """Returns ((output, assignments dropped), gradients in the experts' weights, x and weights)."""
 

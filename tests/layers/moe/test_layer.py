@@ -21,7 +21,7 @@ from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.router import Router, Score
 from moelib.parallel.sharding import named_shardings, sharding_rules
 from tests import tiny
-from tests.layers.calling import QUICK, build, call, call_and_collect, float64, initial, normal
+from tests.layers.calling import build, call, call_and_collect, float64, initial, normal
 from tests.oracles.moe import routed, sigmoid, softmax, swiglu
 
 B, S, D, F, E, K = 8, 6, 8, 8, 4, 2
@@ -52,7 +52,7 @@ def objective(made, params, x, mask):
     return jnp.mean(jnp.square(y)) + outputs.total_aux_loss(), (y, outputs)
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnums=0)
 def value_and_grads(made, params, x, mask):
     run = functools.partial(objective, made)
     return jax.value_and_grad(run, (0, 1), has_aux=True)(params, x, mask)
