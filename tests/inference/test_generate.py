@@ -375,7 +375,7 @@ def test_texts_are_those_of_the_tokens(loaded, model):
         shown[index] += piece
 
     stop = want[1].text[3:5]
-    cut = list(generate(loaded, prompts, **settings, batch_size=3, stop=[stop], on_text=show))
+    cut = list(generate(loaded, prompts, **settings, stop=[stop], on_text=show))
     assert [completion.text for completion in cut] == shown
     assert shown == [completion.text.split(stop)[0] for completion in want]
     assert cut[1].tokens == want[1].tokens[: want[1].text.index(stop) + 2]

@@ -82,7 +82,7 @@ def test_a_weight_quantized_before_the_step_gives_the_gradient_of_one_quantized_
     layer = build(tiny.plain_moe(), input_dim=tiny.DIM, quantization=FP8)
     params, x = tiny.initial(layer), normal(2, 8, tiny.DIM)
     specs = layer.create_parameter_specs_recursively()
-    weights = quantized_weights(params, specs, None)
+    weights = jax.jit(lambda params: quantized_weights(params, specs, None))(params)
     assert weights.keys() == {"experts/up", "experts/down"}
 
     def before(params):

@@ -114,6 +114,7 @@ def test_a_log_holds_the_experts_that_the_routers_select(trainer, monkeypatch):
         assert (got_ids[~mask] == 4).all()
 
 
+@pytest.mark.slow
 def test_a_mesh_with_expert_parallelism_gives_the_same_ids(trainer, tmp_path):
     meshed = written(tmp_path, expert=4, fsdp=2)
     one, eight = (read(each.config.dir) for each in (trainer, meshed))

@@ -65,7 +65,15 @@ def on_mesh(axes, spec, *arrays):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.slow)
+        if case in ("packed", "window and sinks")
+        else case
+        for case in CASES  # Those of all options have both.
+    ],
+)
 def test_every_mesh_equals_the_reference_on_one_device(mesh, case):
     spec, segments, sinks = CASES[case]
     got = on_mesh(mesh, spec, Q, K, V, sinks, segments)

@@ -148,11 +148,11 @@ def test_low_precision_weights_reach_every_expert_of_a_device():
     # 260 experts per device: bfloat16 rounds the ids 257 and 259 to their neighbours.
     made = layer("ragged", input_dim=2, hidden_dim=2, num_experts=520, num_experts_per_token=1)
     params, x = initial(made), normal(8, 1, 2)
-    ids = jnp.asarray([3, 257, 259, 256, 517, 519, 258, 516], jnp.int32)[:, None, None]
-    nothing, mask = jnp.zeros((8, 1, 520)), jnp.ones((8, 1), bool)
+    ids = np.int32([3, 257, 259, 256, 517, 519, 258, 516])[:, None, None]
+    nothing, mask = np.zeros((8, 1, 520), np.float32), np.ones((8, 1), bool)
 
     def run(dtype):
-        routing = Routing(ids, jnp.full(ids.shape, 0.5, dtype), nothing, nothing, mask)
+        routing = Routing(ids, np.full(ids.shape, 0.5, dtype), nothing, nothing, mask)
         return call(made, params, params["experts"], x, routing, method="_routed").y
 
     mesh = create_device_mesh(mesh_shape_from_axes(expert=2, data=4))
