@@ -1,15 +1,8 @@
 """Texts as tokens: where a continuation begins."""
 
-import pytest
-
-from moelib.data.tokenizer import ByteTokenizer, PublishedTokenizer, Tokenizer
+from moelib.data.tokenizer import ByteTokenizer, PublishedTokenizer
 from moelib.evaluation.requests import encode_pairs, encode_texts
 from tests.evaluation import folders
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer.default_config().set(path=str(folders.DATA)).instantiate()
 
 
 def test_spaces_at_the_end_of_a_context_go_to_the_continuation(tokenizer):

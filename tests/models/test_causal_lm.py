@@ -31,16 +31,17 @@ def on_one_device() -> Any:
     return params, tiny.value_and_grad(scan_model(), params, tiny.packed_batch())
 
 
-# Verification of a config runs the whole step on `expert`, and layers run on `seq`, in every run.
-MESHES = [
-    pytest.param({"data": 8}, marks=pytest.mark.slow),
-    pytest.param({"fsdp": 8}, marks=pytest.mark.slow),
-    {"data": 2, "fsdp": 2, "model": 2},
-    pytest.param({"expert": 2, "seq": 2, "model": 2}, marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.slow  # Verification of a config and layers run on meshes in every run.
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"data": 8},
+        {"fsdp": 8},
+        {"data": 2, "fsdp": 2, "model": 2},
+        {"expert": 2, "seq": 2, "model": 2},
+    ],
+    ids=str,
+)
 def test_every_mesh_gives_the_values_of_one_device(axes):
     model, (params, want) = scan_model(), on_one_device()
     mesh = tiny.mesh(**axes)
