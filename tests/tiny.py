@@ -141,6 +141,11 @@ def mesh(**axes: int) -> jax.sharding.Mesh:
     return create_device_mesh(shape, devices=jax.devices()[: int(np.prod(shape))])
 
 
+def assert_trees_equal(got: Any, want: Any) -> None:
+    """Asserts that trees have the same structure and values."""
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 def assert_trees_close(got: Any, want: Any, tolerance: float = 1e-5) -> None:
     """Asserts that leaves agree to a part of their own largest entry (or of 1e-3, if smaller)."""
     assert jax.tree.structure(got) == jax.tree.structure(want)

@@ -105,6 +105,11 @@ def _gradients_like(params: Any, step: int) -> Any:
 gradients_like = jax.jit(_gradients_like)
 
 
+def assert_close(a: Any, b: Any, rtol: float = 1e-6, atol: float = 1e-6) -> None:
+    """Asserts that the arrays of two trees are close."""
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), a, b)
+
+
 def assert_same_bits(a: Any, b: Any) -> None:
     """Asserts that two trees have the same structure and the same bits."""
     assert jax.tree.structure(a) == jax.tree.structure(b)

@@ -12,6 +12,7 @@ from tests.learner.example import (
     SCAN_SPECS,
     SPECS,
     arrays,
+    assert_close,
     fn,
     make_learner,
     run,
@@ -38,10 +39,6 @@ ALL = {
     ),
     "muon": fn(optimizers.muon_optimizer, learning_rate=0.1, weight_decay=0.1),
 }
-
-
-def assert_close(a, b, rtol=1e-6, atol=1e-6):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), a, b)
 
 
 def numpy_adamw(num_steps, *, lr, b1, b2, eps, decay, lr_times_decay):
