@@ -212,19 +212,6 @@ def test_a_layer_adds_attention_and_feed_forward_to_the_stream():
     assert not np.allclose(float64(got), float64(X))
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "named"),
-    [
-        (4, "layer: num_layers=4.*1 first.*2"),
-        (0, "num_layers=0"),
-        (1_000_000_001, "num_layers=1000000001; set 10000 at most"),  # Else hours of building.
-    ],
-)
-def test_layers_that_do_not_divide_into_blocks_are_refused(num_layers, named):
-    with pytest.raises(ValueError, match=named):
-        build(stack(ScanStack).config, num_layers=num_layers)
-
-
 class WithoutInputDim(BaseLayer):
     """A layer that does not declare the size that its parent sets."""
 

@@ -159,21 +159,3 @@ def test_sizes_and_flops_are_those_of_deepseek_v2_lite():
     small = lite(q_lora_rank=32).forward_flops_per_token(S)
     latent = 2048 * 32 + 32 * 3072
     assert small == lite().forward_flops_per_token(S) + 2 * (latent - 3072 * 2048)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"num_heads": 0}, "layer: num_heads=0"),
-        ({"q_lora_rank": 0}, "layer: q_lora_rank=0"),
-        ({"kv_lora_rank": -1}, "layer: kv_lora_rank=-1"),
-        ({"nope_head_dim": 0}, "layer: nope_head_dim=0"),
-        ({"v_head_dim": 0}, "layer: v_head_dim=0"),
-        ({"rope_head_dim": 0}, "layer: rope_head_dim=0"),
-        ({"rope_head_dim": 3}, "layer: rope_head_dim=3"),
-        ({"score_factor": 0.0}, r"layer: score_factor=0.0"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        latent_attention(**fields)

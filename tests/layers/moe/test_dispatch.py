@@ -1,7 +1,6 @@
 """Dispatchers on one device: against the oracle and a loop over tokens, values and gradients."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,6 @@ from moelib.layers.moe.dispatch import (
 from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
 from moelib.layers.moe.dispatch_ragged import RaggedDispatcher, RingDispatcher
 from moelib.layers.moe.experts import FeedForwardExperts
-from moelib.layers.moe.layer import MoELayer
-from moelib.layers.transformer import TransformerLayer
 from tests.kernels.comparing import assert_close
 from tests.layers.calling import build, initial, normal
 from tests.oracles.moe import routed
@@ -129,27 +126,3 @@ def test_padding_after_a_sequence_drops_the_assignments_that_it_drops_alone():
 def test_a_dispatcher_without_dispatch_is_an_error():
     with pytest.raises(TypeError, match=r"Dispatcher.*_dispatch"):
         Dispatcher.default_config().instantiate()
-
-
-@pytest.mark.parametrize(
-    ("dispatcher", "field", "factor"),
-    [
-        (CapacityDispatcher, "capacity_factor", 0.0),
-        (RaggedDispatcher, "round_factor", -1.0),
-        (RaggedDispatcher, "round_factor", math.inf),
-        (RingDispatcher, "round_factor", math.nan),
-    ],
-)
-def test_factors_that_are_not_finite_and_above_zero_are_refused(dispatcher, field, factor):
-    cfg = TransformerLayer.default_config().set(input_dim=D)
-    cfg.self_attention.num_heads = 1
-    cfg.feed_forward = MoELayer.default_config().set(
-        num_experts=E,
-        num_experts_per_token=K,
-        hidden_dim=F,
-        dispatcher=dispatcher.default_config().set(**{field: factor}),
-    )
-    message = f"^{dispatcher.__name__}.{field} is {factor};"
-    with pytest.raises(ValueError, match=message) as caught:
-        build(cfg)
-    assert "feed_forward" in caught.value.__notes__[0]
