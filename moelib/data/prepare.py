@@ -30,7 +30,6 @@ from moelib.data.prepare_part import (
     DiskFullError,
     PartOptions,
     PartResult,
-    check_no_bad_records,
     part_file,
     read_result,
     synced_file,
@@ -60,6 +59,7 @@ def prepare(
     num_processes: int = 1,
     append_eos: bool = True,
     skip_bad_records: bool = False,
+    max_document_mb: int = 64,
     accept_lossy_tokenizer: bool = False,
     splits: Mapping[str, float] | None = None,
     split_seed: int = 0,
@@ -79,6 +79,8 @@ def prepare(
         num_processes: Worker processes; 1 works in this process.
         append_eos: Whether each document ends with the end-of-text token.
         skip_bad_records: Whether records without a document are counted rather than errors.
+        max_document_mb: MB of text above which a document is such a record; encoding a document
+            takes some 200 bytes of memory per byte of its text.
         accept_lossy_tokenizer: Whether the ids may lack more than 1 % of the text, such as unknown
             characters, or capitals that a normalizer replaces.
         splits: Fraction of documents in each split; all are in "train" if None.
@@ -97,8 +99,9 @@ def prepare(
     """
     splits = {"train": 1.0} if splits is None else dict(splits)
     token_store.check_splits(splits)
-    if num_processes < 1:
-        raise UserError(f"num_processes={num_processes}: set 1 or more.")
+    for name, value in {"num_processes": num_processes, "max_document_mb": max_document_mb}.items():
+        if value < 1:
+            raise UserError(f"{name}={value}: set 1 or more.")
     storage.require_local("output_dir (--output)", output_dir, "copy the store when it is complete")
     output_dir, parts = output_dir.rstrip("/"), source.parts()
     plan = {
@@ -115,7 +118,7 @@ def prepare(
         folder = output_dir + ".partial"
         with directory_lock(folder, setting="output_dir (--output)"):
             _begin(folder, plan, tokenizer)
-            options = PartOptions(append_eos, skip_bad_records)
+            options = PartOptions(append_eos, skip_bad_records, max_document_mb * 10**6)
             results = _tokenize(folder, parts, tokenizer, options, num_processes)
             _check_lost(results, accept_lossy_tokenizer)
             meta = _finish(folder, plan, tokenizer, source, parts, results)
@@ -263,10 +266,8 @@ def _tokenize(
     num_processes: int,
 ) -> list[PartResult]:
     """Tokenizes the parts that are not finished, the largest first. Returns all results."""
-    found = {index: read_result(folder, index) for index in range(len(parts))}
+    found = {index: read_result(folder, index, options) for index in range(len(parts))}
     results = {index: result for index, result in found.items() if result is not None}
-    if not options.skip_bad_records:
-        check_no_bad_records(results.values())
     todo = [index for index in found if index not in results]
     todo.sort(key=lambda index: -parts[index].num_bytes)
     if len(todo) < len(parts):

@@ -16,7 +16,6 @@ import numpy as np
 
 from moelib.core.errors import UserError
 from moelib.data import token_store
-from moelib.data.document_pieces import PIECE_BYTES
 from moelib.data.files import check_unchanged
 from moelib.data.source import BadRecordError, BadRecords, Part, TextHash
 from moelib.data.store_check import hash_blocks
@@ -27,6 +26,7 @@ from moelib.runtime.files import read_json, write_json, writing
 
 logger = logging.getLogger(__name__)
 
+BATCH_CHARACTERS = 1 << 17  # Characters of documents that are encoded together.
 PARTS = "parts"  # Folder of the results of finished parts; a finished store does not have it.
 _CURE = (
     "correct it, or set skip_bad_records (--skip_bad_lines), which skips and counts such records."
@@ -43,6 +43,7 @@ class PartOptions:
 
     append_eos: bool
     skip_bad_records: bool
+    max_document_bytes: int  # A longer text is a bad record.
 
 
 class PartResult(NamedTuple):
@@ -54,6 +55,7 @@ class PartResult(NamedTuple):
     num_empty: int
     num_bad_records: int
     first_bad_record: str
+    max_document_bytes: int  # See `PartOptions`.
     sha256: str  # Of the tokens.
     text_sha256: str  # See `TextHash`.
     block_hashes: Mapping[str, Sequence[str]]  # Of the part's files, by path in the store.
@@ -74,7 +76,8 @@ def tokenize_part(
             gives an id beyond its vocabulary.
     """
     bad_records = BadRecords()
-    documents = part.documents(bad_records if options.skip_bad_records else None)
+    counter = bad_records if options.skip_bad_records else None
+    documents = _without_long(part.documents(counter), part, options.max_document_bytes, counter)
     dtype = np.dtype(token_store.token_dtype(tokenizer.vocab_size)).newbyteorder("<")
     end = [tokenizer.eos_id] if options.append_eos else []
     lengths, sizes = array.array("I"), array.array("I")
@@ -82,40 +85,23 @@ def tokenize_part(
     lost: collections.Counter[str] = collections.Counter()
     path = os.path.join(folder, token_store.tokens_file(index))
 
-    def write(ids: Sequence[int]) -> int:
-        tokens = np.array(ids, np.int64)
-        check_vocabulary(tokens, tokenizer.vocab_size, part.name)
-        written = tokens.astype(dtype).tobytes()
-        digest.update(written)
-        file.write(written)
-        return len(tokens)
-
-    def add_text(data: bytes) -> None:
-        sizes.append(len(data))
-        text_hash.add(data)
-
     with _named_errors(folder, part):
         with synced_file(path) as file:
             for batch in _batches(documents):
-                if isinstance(batch, bytes):
-                    lengths.append(0)
-                    for text, ids in tokenizer.encode_long(batch, part.name):
-                        if lengths[-1]:  # A decoder may strip the space before a text.
-                            text = text.removeprefix(" ")
-                        lost += tokenizer.lost_characters([text], [ids])
-                        lengths[-1] += write(ids)
-                    lengths[-1] += write(end)
-                    add_text(batch)
-                    continue
                 texts = list(filter(None, batch))
                 num_empty += len(batch) - len(texts)
                 encoded = tokenizer.encode_batch(texts)
                 lost += tokenizer.lost_characters(texts, encoded)
                 ids = [document + end for document in encoded]
                 lengths.extend(map(len, ids))
-                write(list(itertools.chain.from_iterable(ids)))
+                tokens = np.array(list(itertools.chain.from_iterable(ids)), np.int64)
+                check_vocabulary(tokens, tokenizer.vocab_size, part.name)
+                written = tokens.astype(dtype).tobytes()
+                digest.update(written)
+                file.write(written)
                 for text in texts:
-                    add_text(text.encode())
+                    sizes.append(len(data := text.encode()))
+                    text_hash.add(data)
         check_unchanged(part)
         for name, values in ((token_store.LENGTHS, lengths), (token_store.NUM_BYTES, sizes)):
             with synced_file(part_file(folder, index, name)) as file:
@@ -127,6 +113,7 @@ def tokenize_part(
             num_empty=num_empty,
             num_bad_records=bad_records.count,
             first_bad_record=bad_records.first,
+            max_document_bytes=options.max_document_bytes,
             sha256=digest.hexdigest(),
             text_sha256=text_hash.hexdigest(),
             block_hashes=_block_hashes(folder, index),
@@ -164,20 +151,33 @@ def _named_errors(folder: str, part: Part) -> Iterator[None]:
         ) from error
 
 
-def _batches(documents: Iterable[str]) -> Iterator[list[str] | bytes]:
-    """Yields short documents in lists of some `PIECE_BYTES`, and long ones in UTF-8."""
+def _without_long(
+    documents: Iterable[str], part: Part, max_bytes: int, bad_records: BadRecords | None
+) -> Iterator[str]:
+    """Yields the documents of at most `max_bytes` of UTF-8; a longer one is a bad record."""
+    for number, document in enumerate(documents, 1):
+        if 4 * len(document) <= max_bytes or (size := len(document.encode())) <= max_bytes:
+            yield document
+            continue
+        error = BadRecordError(
+            f"{part.name}: document {number} has {size / 1e6:.1f} MB of text; divide it, or set "
+            f"max_document_mb (--max_document_mb) above {max_bytes // 10**6}"
+        )
+        if bad_records is None:
+            raise error
+        bad_records.add(error)
+
+
+def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    """Yields the documents in lists of some `BATCH_CHARACTERS`."""
     batch: list[str] = []
     size = 0
     for document in documents:
-        is_long = len(document) > PIECE_BYTES
-        if batch and (is_long or size >= PIECE_BYTES):
+        batch.append(document)
+        size += len(document)
+        if size >= BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
-        if is_long:
-            yield document.encode()
-        else:
-            batch.append(document)
-            size += len(document)
     if batch:
         yield batch
 
@@ -193,8 +193,12 @@ def _block_hashes(folder: str, index: int) -> dict[str, list[str]]:
     return {name: hash_blocks(os.path.join(folder, name)) for name in names}
 
 
-def read_result(folder: str, index: int) -> PartResult | None:
-    """Returns the result of a part, or None if it is not finished or a file has changed since."""
+def read_result(folder: str, index: int, options: PartOptions) -> PartResult | None:
+    """Returns the result of a part, or None if it must be tokenized.
+
+    That is so if it is not finished, a file has changed since, or it lacks records that these
+    options may not skip.
+    """
     path = part_file(folder, index, "json")
     if not os.path.exists(path):
         return None
@@ -203,13 +207,8 @@ def read_result(folder: str, index: int) -> PartResult | None:
         if found.pop("digest", None) == json_digest(found):
             result = PartResult(**found)  # TypeError: of another version.
             if result.block_hashes == _block_hashes(folder, index):
-                return result
+                may_skip = (options.skip_bad_records, options.max_document_bytes)
+                is_same = may_skip == (True, result.max_document_bytes)
+                return result if is_same or not result.num_bad_records else None
     logger.warning("%s or its part's files are damaged; the part is tokenized again.", path)
     return None
-
-
-def check_no_bad_records(results: Iterable[PartResult]) -> None:
-    """Raises BadRecordError if a part was finished with records skipped."""
-    for result in results:
-        if result.num_bad_records:
-            raise BadRecordError(f"{result.first_bad_record}; {_CURE}")

@@ -24,7 +24,6 @@ import numpy.typing as npt
 
 from moelib.core.config import REQUIRED, Configurable, config_class, did_you_mean
 from moelib.core.errors import MissingFileError, UserError
-from moelib.data.document_pieces import PIECE_BYTES, encode_in_pieces, is_local
 from moelib.runtime import storage
 from moelib.runtime.files import atomic_file, read_json, write_json
 from moelib.runtime.progress import format_seconds
@@ -98,18 +97,6 @@ class Tokenizer(Configurable):
         """Returns the ids of many texts; faster than one by one."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
-
-    def encode_long(self, text: bytes, name: str) -> Iterator[tuple[str, list[int]]]:
-        """Yields the pieces of a long text in UTF-8 and their ids, which bounds the memory.
-
-        A text that cannot be divided is reported with `name`, that of its file.
-        """
-        piece_bytes = PIECE_BYTES if self._is_local else len(text)
-        return encode_in_pieces(lambda t: self.encode_batch([t])[0], text, piece_bytes, name)
-
-    @functools.cached_property
-    def _is_local(self) -> bool:
-        return is_local(self._tokenizer)
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the ids of texts as a model reads prompts, with BOS if the tokenizer adds it."""

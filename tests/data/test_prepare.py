@@ -123,7 +123,7 @@ def _lossy(folder: pathlib.Path, unknown: str | None, normalizer: Any = None) ->
 def test_a_tokenizer_that_loses_text_is_refused_unless_accepted(
     tmp_path, monkeypatch, caplog, unknown, normalizer, text, lost, piece_bytes
 ):
-    monkeypatch.setattr(prepare_part, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(prepare_part, "BATCH_CHARACTERS", piece_bytes)
     tokenizer, out = _lossy(tmp_path, unknown, normalizer), str(tmp_path / "store")
     with pytest.raises(UserError, match=f"loses {lost} of .*accept_lossy_tokenizer"):
         prepare(_source([text, "the end"]), tokenizer, out)

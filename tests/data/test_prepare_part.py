@@ -6,8 +6,6 @@ import hashlib
 import json
 import os
 import pathlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +13,7 @@ import numpy as np
 import pytest
 
 from moelib.core.errors import UserError
-from moelib.data import document_pieces, prepare_part
-from moelib.data import tokenizer as tokenizer_module
+from moelib.data import prepare_part
 from moelib.data.files import TextFiles
 from moelib.data.json_lines import JsonLines
 from moelib.data.prepare_part import (
@@ -24,7 +21,6 @@ from moelib.data.prepare_part import (
     DiskFullError,
     PartOptions,
     PartResult,
-    check_no_bad_records,
     part_file,
     read_result,
     tokenize_part,
@@ -34,7 +30,7 @@ from moelib.data.store_check import hash_blocks
 from moelib.data.tokenizer import ByteTokenizer, Tokenizer
 
 TEXTS = ("ab", "", "Grüße", "c")
-OPTIONS = PartOptions(append_eos=True, skip_bad_records=False)
+OPTIONS = PartOptions(append_eos=True, skip_bad_records=False, max_document_bytes=1000)
 
 
 @pytest.fixture
@@ -70,13 +66,14 @@ def test_a_part_leaves_its_tokens_lengths_and_bytes(folder, tokenizer):
     text_hash = TextHash()
     for text in filter(None, TEXTS):
         text_hash.add(text.encode())
-    assert read_result(folder, 3) == PartResult(
+    assert read_result(folder, 3, OPTIONS) == PartResult(
         num_tokens=13,
         num_documents=3,
         num_bytes=10,
         num_empty=1,
         num_bad_records=0,
         first_bad_record="",
+        max_document_bytes=1000,
         sha256=hashlib.sha256(np.array(expected, "<u2").tobytes()).hexdigest(),
         text_sha256=text_hash.hexdigest(),
         block_hashes={name: hash_blocks(os.path.join(folder, name)) for name in names},
@@ -90,7 +87,7 @@ def test_documents_can_go_without_an_end_and_a_part_without_text(folder, tokeniz
     assert _tokens(folder, 0) == [97, 98, 99]
     result = tokenize_part(folder, 1, TextsPart(("",)), tokenizer, OPTIONS)
     assert _tokens(folder, 1) == []
-    assert read_result(folder, 1) == result
+    assert read_result(folder, 1, OPTIONS) == result
     assert (result.num_documents, result.num_empty) == (0, 1)
 
 
@@ -106,7 +103,7 @@ def test_text_is_tokenized_a_little_at_a_time(folder, tokenizer, monkeypatch, ch
     whole = tokenize_part(folder, 0, TextsPart(TEXTS * 5), tokenizer, OPTIONS)
     sizes: list[int] = []
     encode = tokenizer.encode_batch
-    monkeypatch.setattr(prepare_part, "PIECE_BYTES", characters)
+    monkeypatch.setattr(prepare_part, "BATCH_CHARACTERS", characters)
     monkeypatch.setattr(tokenizer, "encode_batch", lambda t: sizes.append(len(t)) or encode(t))
     result = tokenize_part(folder, 1, TextsPart(TEXTS * 5), tokenizer, OPTIONS)
     assert _tokens(folder, 1) == _tokens(folder, 0)
@@ -118,28 +115,27 @@ def test_text_is_tokenized_a_little_at_a_time(folder, tokenizer, monkeypatch, ch
 
 def test_bad_records_are_an_error_with_a_cure_or_are_counted(tmp_path, folder, tokenizer):
     part = _broken_part(tmp_path)
-    cure = r"a\.jsonl:2:.*JSON.*skip_bad_records"
-    with pytest.raises(BadRecordError, match=cure):
+    with pytest.raises(BadRecordError, match=r"a\.jsonl:2:.*JSON.*skip_bad_records"):
         tokenize_part(folder, 0, part, tokenizer, OPTIONS)
-    assert read_result(folder, 0) is None
+    assert read_result(folder, 0, OPTIONS) is None
     options = dataclasses.replace(OPTIONS, skip_bad_records=True)
     tokenize_part(folder, 0, part, tokenizer, options)
-    result = read_result(folder, 0)
+    result = read_result(folder, 0, options)
     assert result is not None
     assert (result.num_documents, result.num_empty, result.num_bad_records) == (1, 1, 1)
     assert "a.jsonl:2: not JSON" in result.first_bad_record
-    with pytest.raises(BadRecordError, match=cure):
-        check_no_bad_records([result])
+    for name, value in {"skip_bad_records": False, "max_document_bytes": 2000}.items():
+        assert read_result(folder, 0, dataclasses.replace(options, **{name: value})) is None
 
 
 @pytest.mark.parametrize("text", ["{", '{"num_token": 13}', '{"num_tokens": 13, "digest": "0"}'])
 def test_a_damaged_result_is_that_of_an_unfinished_part(folder, tokenizer, caplog, text):
-    assert read_result(folder, 0) is None
+    assert read_result(folder, 0, OPTIONS) is None
     result = tokenize_part(folder, 0, TextsPart(TEXTS), tokenizer, OPTIONS)
-    assert read_result(folder, 0) == result
+    assert read_result(folder, 0, OPTIONS) == result
     pathlib.Path(part_file(folder, 0, "json")).write_text(text)
     assert not caplog.text
-    assert read_result(folder, 0) is None
+    assert read_result(folder, 0, OPTIONS) is None
     assert "00000.json" in caplog.text
 
 
@@ -147,7 +143,7 @@ def test_a_tokenizer_with_ids_beyond_its_vocabulary_is_refused(folder, tokenizer
     monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: [[1, 300] for _ in texts])
     with pytest.raises(ValueError, match=r"id 300 \(token 1\)"):
         tokenize_part(folder, 0, TextsPart(TEXTS), tokenizer, OPTIONS)
-    assert read_result(folder, 0) is None
+    assert read_result(folder, 0, OPTIONS) is None
 
 
 @pytest.mark.parametrize("source", [JsonLines, TextFiles])
@@ -158,7 +154,7 @@ def test_a_file_that_is_written_to_while_it_is_read_is_named(tmp_path, folder, t
     os.utime(path, ns=(0, 0))
     with pytest.raises(UserError, match=r"a\.jsonl was written to"):
         tokenize_part(folder, 0, part, tokenizer, OPTIONS)
-    assert read_result(folder, 0) is None
+    assert read_result(folder, 0, OPTIONS) is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +175,7 @@ def test_a_full_disk_is_named_with_the_cure_and_another_error_as_it_is(folder, t
     with pytest.raises(DiskFullError, match="output_dir") as caught:
         tokenize_part(folder, 0, _FailingPart(errno.ENOSPC), tokenizer, OPTIONS)
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, folder)
-    assert read_result(folder, 0) is None
+    assert read_result(folder, 0, OPTIONS) is None
     with pytest.raises(OSError, match=r"\[Errno 5\] .*'where'"):
         tokenize_part(folder, 0, _FailingPart(errno.EIO), tokenizer, OPTIONS)
 
@@ -194,60 +190,16 @@ def test_a_disk_that_is_full_at_the_end_leaves_no_finished_part(
     monkeypatch.setattr(*((np, "save") if file == "lengths.npy" else (json, "dump")), full)
     with pytest.raises(OSError, match="documents in memory"):
         tokenize_part(folder, 0, TextsPart(TEXTS), tokenizer, OPTIONS)
-    assert read_result(folder, 0) is None
+    assert read_result(folder, 0, OPTIONS) is None
 
 
-def test_a_long_document_is_encoded_in_pieces(folder, tokenizer, monkeypatch):
-    monkeypatch.setattr(prepare_part, "PIECE_BYTES", 5000)
-    monkeypatch.setattr(tokenizer_module, "PIECE_BYTES", 5000)
-    text = "".join(f"word{i} Grüße, " for i in range(1000))
-    encode, sizes = tokenizer.encode_batch, []
-    monkeypatch.setattr(
-        tokenizer, "encode_batch", lambda texts: sizes.append(sum(map(len, texts))) or encode(texts)
-    )
-    tokenize_part(folder, 0, TextsPart(("ab", text, "c")), tokenizer, OPTIONS)
-    end = tokenizer.eos_id
-    assert _tokens(folder, 0) == [*b"ab", end, *text.encode(), end, *b"c", end]
-    assert np.load(part_file(folder, 0, "lengths.npy")).tolist() == [3, len(text.encode()) + 1, 2]
-    assert max(sizes) <= 5000
-
-
-def test_a_document_that_cannot_be_divided_is_reported_with_its_memory(
-    folder, tokenizer, monkeypatch, caplog
-):
-    monkeypatch.setattr(prepare_part, "PIECE_BYTES", 100)
-    monkeypatch.setattr(document_pieces, "PIECE_BYTES", 100)
-    monkeypatch.setattr(tokenizer_module, "is_local", lambda _: False)
-    tokenize_part(folder, 0, TextsPart(("x" * 1000, "y" * 90)), tokenizer, OPTIONS)
-    assert len(caplog.records) == 1
-    assert "documents in memory: 1.0 kB" in caplog.text
-    assert "200.0 kB" in caplog.text
-
-
-_PREPARE = """
-import sys
-from moelib.data.json_lines import JsonLines
-from moelib.data.prepare import prepare
-from moelib.data.tokenizer import ByteTokenizer
-
-source = JsonLines.default_config().set(paths=[sys.argv[1]]).instantiate()
-prepare(source, ByteTokenizer.default_config().instantiate(), sys.argv[1] + ".store")
-with open("/proc/self/status") as file:  # Unlike ru_maxrss, without the parent's memory.
-    print(next(line.split()[1] for line in file if line.startswith("VmHWM")))
-"""
-
-
-@pytest.mark.slow  # Encodes 100 MB.
-def test_a_line_of_100_mb_takes_less_than_a_gigabyte_of_memory(tmp_path):
-    path = tmp_path / "a.jsonl"
-    with open(path, "w", encoding="utf-8") as file:
-        file.write('{"text": "' + "it's “Grüße 🙂”, and more words, " * 2_500_000 + '"}\n')
-    assert path.stat().st_size > 100_000_000
-    result = subprocess.run(
-        [sys.executable, "-c", _PREPARE, str(path)],
-        env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    assert int(result.stdout) < 1_000_000  # kB; Python's text has 400 MB, its tokens had 20 GB.
+def test_a_document_that_is_too_long_is_a_bad_record(folder, tokenizer):
+    texts = ("ab", "ü" * 3, "ü" * 4, "c")
+    options = dataclasses.replace(OPTIONS, max_document_bytes=7)
+    with pytest.raises(BadRecordError, match=r"in memory: document 3 .*max_document_mb"):
+        tokenize_part(folder, 0, TextsPart(texts), tokenizer, options)
+    options = dataclasses.replace(options, skip_bad_records=True)
+    result = tokenize_part(folder, 0, TextsPart(texts), tokenizer, options)
+    assert (result.num_documents, result.num_bad_records) == (3, 1)
+    assert "document 3 " in result.first_bad_record
+    assert np.load(part_file(folder, 0, "num_bytes.npy")).tolist() == [2, 6, 1]
