@@ -7,7 +7,7 @@ import numpy as np
 
 from moelib.core.errors import UserError
 from moelib.data.hashing import random_permutation
-from moelib.data.source import BadRecords, Source, texts_of
+from moelib.data.source import BadRecords, Source
 from moelib.data.token_store import check_splits, split_of_documents
 from moelib.data.tokenizer import Tokenizer, train_bpe
 
@@ -103,7 +103,7 @@ def sample_documents(source: Source, num_bytes: int, seed: int = 0) -> Iterator[
     share = max(num_bytes // len(parts), num_bytes // 64, 1)  # Bytes per part.
     for index in random_permutation(len(parts), seed).tolist():
         left = min(share, num_bytes)
-        for text in texts_of(parts[index], BadRecords()):
+        for text in parts[index].documents(BadRecords()):
             if left <= 0:
                 break
             yield text

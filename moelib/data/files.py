@@ -30,11 +30,12 @@ STORE_MARK = "moelib_prepare.json"  # In every token store; a folder with it hol
 
 @dataclasses.dataclass(frozen=True)
 class FileStamp:
-    """A file as the source listed it."""
+    """A file as the source listed it; a copy of it is equal."""
 
-    path: str
+    path: str = dataclasses.field(compare=False)
+    name: str  # Relative to the folder of all files that one path names.
     num_bytes: int
-    modified_ns: int
+    modified_ns: int = dataclasses.field(compare=False)
 
     @property
     def num_text_bytes(self) -> int:
@@ -56,7 +57,7 @@ def find_files(paths: Sequence[str], endings: tuple[str, ...]) -> list[FileStamp
     """
     if not paths:
         raise UserError("No paths are given; set paths to files, folders or glob patterns.")
-    found: dict[str, None] = {}
+    found: dict[str, FileStamp] = {}
     for path in paths:
         wanted = ""
         if os.path.isdir(path):
@@ -69,8 +70,9 @@ def find_files(paths: Sequence[str], endings: tuple[str, ...]) -> list[FileStamp
             raise MissingFileError(
                 f"{path} matches no file; set paths to a file, a folder{wanted} or a pattern."
             )
-        found |= dict.fromkeys(names)
-    return [stamp(path) for path in found]
+        for file in stamps(names):
+            found.setdefault(file.path, file)
+    return list(found.values())
 
 
 def walk_files(folder: str, endings: tuple[str, ...]) -> Iterator[str]:
@@ -89,11 +91,16 @@ def _raise(error: OSError) -> None:
     ) from error
 
 
-def stamp(path: str) -> FileStamp:
-    """Returns a file's path, size and time of modification."""
+def stamps(paths: Sequence[str]) -> list[FileStamp]:
+    """Returns the stamps of files."""
+    root = os.path.commonpath([os.path.dirname(path) for path in paths])
+    return [FileStamp(path, os.path.relpath(path, root), *_size_and_time(path)) for path in paths]
+
+
+def _size_and_time(path: str) -> tuple[int, int]:
     with readable(path):
         info = os.stat(path)
-    return FileStamp(path, info.st_size, info.st_mtime_ns)
+    return info.st_size, info.st_mtime_ns
 
 
 def check_unchanged(part: Part) -> None:
@@ -101,7 +108,9 @@ def check_unchanged(part: Part) -> None:
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
         for file in value if isinstance(value, tuple) else (value,):
-            if isinstance(file, FileStamp) and stamp(file.path) != file:
+            if not isinstance(file, FileStamp):
+                continue
+            if _size_and_time(file.path) != (file.num_bytes, file.modified_ns):
                 raise UserError(
                     f"{file.path} was written to while it was read; run the same command again "
                     "once the file is complete."
@@ -223,22 +232,17 @@ class PythonSourceCode(Source):
     class Config(Source.Config):
         path: str | None = None  # Folder of the library; None: that of the running interpreter.
 
-    @property
-    def any_version(self) -> bool:
-        """True for the running interpreter's library, which an upgrade changes."""
-        return self.config.path is None
-
     def parts(self) -> Sequence[Part]:
         """Returns the .py files in groups. Raises MissingFileError if there are none."""
         root = self.config.path or sysconfig.get_path("stdlib")
         excluded = {"site-packages", "dist-packages", "__pycache__"}
-        files = []
+        paths: list[str] = []
         for parent, folders, names in os.walk(root, onerror=_raise):
             folders[:] = sorted(set(folders) - excluded)
-            files += [stamp(os.path.join(parent, n)) for n in sorted(names) if n.endswith(".py")]
-        if not files:
+            paths += [os.path.join(parent, n) for n in sorted(names) if n.endswith(".py")]
+        if not paths:
             raise MissingFileError(
                 f"{root} has no Python sources; set path to a folder that has some, or use "
                 "TextFiles."
             )
-        return [TextFilesPart(group, "python") for group in group_files(files)]
+        return [TextFilesPart(group, "python") for group in group_files(stamps(paths))]

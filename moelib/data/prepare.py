@@ -9,7 +9,6 @@ import collections
 import concurrent.futures
 import contextlib
 import errno
-import hashlib
 import logging
 import multiprocessing
 import os
@@ -35,7 +34,7 @@ from moelib.data.prepare_part import (
     synced_file,
     tokenize_part,
 )
-from moelib.data.source import BadRecords, Part, Source, TextHash, fingerprint
+from moelib.data.source import BadRecords, Part, Source, fingerprint
 from moelib.data.store_check import hash_blocks
 from moelib.data.token_store import StoreMeta, TokenStore
 from moelib.data.tokenizer import Tokenizer
@@ -66,8 +65,7 @@ def prepare(
 ) -> TokenStore:
     """Returns the token store of a source, made now unless output_dir already holds it.
 
-    A store is recognized by the paths, sizes and times of the source's files, or, where those
-    differ, by the text itself: a copied corpus is read and hashed once (3 to 6 ms per MB).
+    A store is recognized by its settings and the `fingerprint` of the source.
 
     A program that calls this with several processes needs `if __name__ == "__main__":`, because
     they are spawned.
@@ -112,7 +110,7 @@ def prepare(
         "split_seed": split_seed,
     }
     if os.path.exists(output_dir):
-        _check_finished(output_dir, plan, source, parts, skip_bad_records)
+        _check_finished(output_dir, plan, skip_bad_records)
         _log(f"{output_dir} is prepared already.")
     else:
         folder = output_dir + ".partial"
@@ -121,7 +119,7 @@ def prepare(
             options = PartOptions(append_eos, skip_bad_records, max_document_mb * 10**6)
             results = _tokenize(folder, parts, tokenizer, options, num_processes)
             _check_lost(results, accept_lossy_tokenizer)
-            meta = _finish(folder, plan, tokenizer, source, parts, results)
+            meta = _finish(folder, plan, tokenizer, results)
             os.rename(folder, output_dir)
             os.unlink(os.path.join(output_dir, LOCK_FILE))
         sync_folder(os.path.dirname(output_dir) or ".")
@@ -169,17 +167,9 @@ def _changed(folder: str, plan: Mapping[str, Any]) -> list[str]:
     return [name for name, value in plan.items() if found.get(name) != value]
 
 
-def _check_finished(
-    folder: str,
-    plan: Mapping[str, Any],
-    source: Source,
-    parts: Sequence[Part],
-    skip_bad_records: bool,
-) -> None:
+def _check_finished(folder: str, plan: Mapping[str, Any], skip_bad_records: bool) -> None:
     """Raises ExistingFileError unless this plan made the store in a folder."""
     changed = _changed(folder, plan)
-    if changed == ["source"] and _has_text(folder, plan, source, parts):
-        changed = []
     if not changed and not skip_bad_records and token_store.read_meta(folder).num_bad_records:
         changed = ["skip_bad_records"]
     if changed:
@@ -187,36 +177,6 @@ def _check_finished(
             f"{folder} was prepared with different {' and '.join(changed)}; set output_dir "
             "(--output) to a new folder, or delete that one to prepare it again."
         )
-
-
-def _has_text(folder: str, plan: Mapping[str, Any], source: Source, parts: Sequence[Part]) -> bool:
-    """Returns whether a store has the text of a source whose files differ in path, size or time."""
-    meta = token_store.read_meta(folder)
-    if meta.source_class == type(source).__name__ and source.any_version:
-        _log(f"{folder} was made from another version of the text; delete it to prepare it again.")
-        return True
-    total = sum(part.num_bytes for part in parts)
-    if meta.source_bytes != total:  # Another size: no need to read it.
-        return False
-    _log(f"the files have changed since {folder} was made; comparing their text.")
-    hashes = []
-    with Progress("hash", total, unit="B", seconds_between_lines=10.0) as progress:
-        for part in parts:
-            text_hash = TextHash()
-            for text in filter(None, part.documents(BadRecords())):
-                text_hash.add(text.encode())
-            hashes.append(text_hash.hexdigest())
-            progress.advance(part.num_bytes)
-    if meta.text_hash != _combined(hashes):
-        return False
-    with contextlib.suppress(OSError):  # A read-only store is compared each time.
-        write_json(os.path.join(folder, STORE_MARK), plan)
-    return True
-
-
-def _combined(hashes: Sequence[str]) -> str:
-    """Returns the text hash of a source, from those of its parts."""
-    return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def _begin(folder: str, plan: Mapping[str, Any], tokenizer: Tokenizer) -> None:
@@ -346,8 +306,6 @@ def _finish(
     folder: str,
     plan: Mapping[str, Any],
     tokenizer: Tokenizer,
-    source: Source,
-    parts: Sequence[Part],
     results: Sequence[PartResult],
 ) -> StoreMeta:
     """Joins the arrays of the parts and writes meta.json."""
@@ -356,7 +314,7 @@ def _finish(
         raise UserError(_nothing_found(results))
     arrays = {}
     for name in (token_store.LENGTHS, token_store.NUM_BYTES):
-        of_parts = [np.load(part_file(folder, index, name)) for index in range(len(parts))]
+        of_parts = [np.load(part_file(folder, index, name)) for index in range(len(results))]
         arrays[name] = np.concatenate(of_parts)
     arrays[token_store.TOKEN_NUM_BYTES] = tokenizer.token_num_bytes()
     hashes = {}
@@ -381,9 +339,6 @@ def _finish(
         tokenizer_hash=plan["tokenizer"],
         source_hash=plan["source"],
         content_hash=token_store.content_hash([result.sha256 for result in results], lengths),
-        source_class=type(source).__name__,
-        source_bytes=sum(part.num_bytes for part in parts),
-        text_hash=_combined([result.text_sha256 for result in results]),
         block_hashes=hashes,
     )
     token_store.write_meta(folder, meta)

@@ -17,7 +17,7 @@ import numpy as np
 from moelib.core.errors import UserError
 from moelib.data import token_store
 from moelib.data.files import check_unchanged
-from moelib.data.source import BadRecordError, BadRecords, Part, TextHash
+from moelib.data.source import BadRecordError, BadRecords, Part
 from moelib.data.store_check import hash_blocks
 from moelib.data.token_source import check_vocabulary
 from moelib.data.token_store import json_digest
@@ -57,7 +57,6 @@ class PartResult(NamedTuple):
     first_bad_record: str
     max_document_bytes: int  # See `PartOptions`.
     sha256: str  # Of the tokens.
-    text_sha256: str  # See `TextHash`.
     block_hashes: Mapping[str, Sequence[str]]  # Of the part's files, by path in the store.
     lost_characters: Mapping[str, int]  # See `Tokenizer.lost_characters`.
 
@@ -81,7 +80,7 @@ def tokenize_part(
     dtype = np.dtype(token_store.token_dtype(tokenizer.vocab_size)).newbyteorder("<")
     end = [tokenizer.eos_id] if options.append_eos else []
     lengths, sizes = array.array("I"), array.array("I")
-    num_empty, digest, text_hash = 0, hashlib.sha256(), TextHash()
+    num_empty, digest = 0, hashlib.sha256()
     lost: collections.Counter[str] = collections.Counter()
     path = os.path.join(folder, token_store.tokens_file(index))
 
@@ -99,9 +98,7 @@ def tokenize_part(
                 written = tokens.astype(dtype).tobytes()
                 digest.update(written)
                 file.write(written)
-                for text in texts:
-                    sizes.append(len(data := text.encode()))
-                    text_hash.add(data)
+                sizes.extend(len(text.encode()) for text in texts)
         check_unchanged(part)
         for name, values in ((token_store.LENGTHS, lengths), (token_store.NUM_BYTES, sizes)):
             with synced_file(part_file(folder, index, name)) as file:
@@ -115,7 +112,6 @@ def tokenize_part(
             first_bad_record=bad_records.first,
             max_document_bytes=options.max_document_bytes,
             sha256=digest.hexdigest(),
-            text_sha256=text_hash.hexdigest(),
             block_hashes=_block_hashes(folder, index),
             lost_characters=lost,
         )

@@ -9,9 +9,7 @@ number of hosts, and batches have no random access. Packing is concat-and-split 
 Letters: B sequences of this host's batch, S sequence length.
 """
 
-import hashlib
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +29,7 @@ from moelib.data.input import (
     rows_of_host,
 )
 from moelib.data.packing import DocumentBoundary, Packing, make_plan
-from moelib.data.source import BadRecordError, BadRecords, Part, Source, texts_of
+from moelib.data.source import BadRecordError, BadRecords, Part, Source, fingerprint
 from moelib.data.token_source import TokenSource
 from moelib.data.tokenizer import Tokenizer
 
@@ -91,9 +89,8 @@ class StreamingInput(Input):
     def identity_of_host(self, host_index: int, num_hosts: int) -> State:
         """Returns the settings and data that determine a host's batches, as JSON values."""
         cfg = self.config
-        listed = json.dumps([(part.name, part.num_bytes) for part in self.parts])
         return {
-            "source": hashlib.sha256(listed.encode()).hexdigest(),
+            "source": fingerprint(self.parts),
             "tokenizer": self.tokenizer.fingerprint,
             "seq_len": cfg.seq_len,
             "global_batch_size": cfg.global_batch_size,
@@ -188,7 +185,7 @@ class StreamingIterator(BatchIterator):
         most = self._owner.config.max_bad_records
         bad = self._bad_records if most else None
         try:
-            for text in texts_of(part, bad):
+            for text in part.documents(bad):
                 if bad is not None and bad.count > most:
                     raise BadRecordError(bad.first)
                 yield text

@@ -71,9 +71,6 @@ class StoreMeta:
     tokenizer_hash: str
     source_hash: str  # `fingerprint` of the source's parts.
     content_hash: str  # Of tokens and lengths.
-    source_class: str  # For example "JsonLines".
-    source_bytes: int  # Bytes of the source's parts.
-    text_hash: str  # Of the `TextHash` of each part.
     # Of each block of each file but this one and the request; see moelib.data.store_check.
     block_hashes: dict[str, list[str]]
     format: int = FORMAT

@@ -5,7 +5,6 @@ import os
 import pathlib
 import re
 import shutil
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,9 +14,8 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from moelib.core.config import config_class
 from moelib.core.errors import UserError
-from moelib.data import files, prepare_part
 from moelib.data import prepare as prepare_module
-from moelib.data.files import PythonSourceCode
+from moelib.data import prepare_part
 from moelib.data.json_lines import JsonLines
 from moelib.data.prepare import prepare
 from moelib.data.source import BadRecordError, BadRecords, InMemorySource, Part, Source
@@ -319,33 +317,13 @@ def _write_corpus(folder: pathlib.Path, last: str = "end") -> JsonLines:
     return JsonLines.default_config().set(paths=[str(folder)]).instantiate()
 
 
-def test_a_copied_corpus_is_known_by_its_text(tmp_path, capsys):
+def test_a_corpus_is_known_by_the_relative_paths_and_sizes_of_its_files(tmp_path, capsys):
     path = str(tmp_path / "store")
     _prepare(_write_corpus(tmp_path / "here"), path)
-    copy = _write_corpus(tmp_path / "there")
-    _prepare(copy, path)
-    assert "comparing their text" in capsys.readouterr().err
-    _prepare(copy, path)  # The copy's own sizes and times are known now.
-    assert "comparing" not in capsys.readouterr().err
-    with pytest.raises(FileExistsError, match="different source"):  # Of the same size.
-        _prepare(_write_corpus(tmp_path / "there", last="END"), path)
-    with pytest.raises(FileExistsError, match="different source"):
-        _prepare(_write_corpus(tmp_path / "there", last="longer"), path)
-
-
-def test_pythons_own_library_may_be_upgraded(tmp_path, monkeypatch, capsys):
-    library, path = tmp_path / "library", str(tmp_path / "store")
-    library.mkdir()
-    (library / "a.py").write_text("old = 1\n")
-    of_python = {"stdlib": str(library)}
-    monkeypatch.setattr(files, "sysconfig", types.SimpleNamespace(get_path=of_python.get))
-    source = PythonSourceCode.default_config().instantiate()
-    _prepare(source, path)
-    (library / "a.py").write_text("new = 1\nmore = 2\n")
-    _prepare(source, path)
-    assert "made from another version of the text" in capsys.readouterr().err
-    with pytest.raises(FileExistsError, match="different source"):
-        _prepare(_source(TEXTS), path)
-    fixed = PythonSourceCode.default_config().set(path=str(library)).instantiate()
-    with pytest.raises(FileExistsError, match="different source"):
-        _prepare(fixed, path)
+    _prepare(_write_corpus(tmp_path / "there"), path)
+    assert "is prepared already" in capsys.readouterr().err
+    (tmp_path / "there" / "sub").mkdir()
+    (tmp_path / "there" / "sub" / "b.jsonl").write_text("")
+    for last in ("end", "longer"):
+        with pytest.raises(FileExistsError, match="different source"):
+            _prepare(_write_corpus(tmp_path / "there", last), path)

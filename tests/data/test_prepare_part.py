@@ -25,7 +25,7 @@ from moelib.data.prepare_part import (
     read_result,
     tokenize_part,
 )
-from moelib.data.source import BadRecordError, BadRecords, Part, TextHash, TextsPart
+from moelib.data.source import BadRecordError, BadRecords, Part, TextsPart
 from moelib.data.store_check import hash_blocks
 from moelib.data.tokenizer import ByteTokenizer, Tokenizer
 
@@ -63,9 +63,6 @@ def test_a_part_leaves_its_tokens_lengths_and_bytes(folder, tokenizer):
     assert _tokens(folder, 3) == expected
     assert np.load(part_file(folder, 3, "lengths.npy")).tolist() == [3, 8, 2]
     assert np.load(part_file(folder, 3, "num_bytes.npy")).tolist() == [2, 7, 1]
-    text_hash = TextHash()
-    for text in filter(None, TEXTS):
-        text_hash.add(text.encode())
     assert read_result(folder, 3, OPTIONS) == PartResult(
         num_tokens=13,
         num_documents=3,
@@ -75,7 +72,6 @@ def test_a_part_leaves_its_tokens_lengths_and_bytes(folder, tokenizer):
         first_bad_record="",
         max_document_bytes=1000,
         sha256=hashlib.sha256(np.array(expected, "<u2").tobytes()).hexdigest(),
-        text_sha256=text_hash.hexdigest(),
         block_hashes={name: hash_blocks(os.path.join(folder, name)) for name in names},
         lost_characters={},
     )

@@ -4,7 +4,7 @@ from moelib.core.errors import UserError
 from moelib.data.files import TextFiles
 from moelib.data.json_lines import JsonLines
 from moelib.data.parquet import Parquet
-from moelib.data.source import InMemorySource, TextHash, fingerprint
+from moelib.data.source import InMemorySource, fingerprint
 from moelib.data.source_for_path import source_for_path
 
 
@@ -22,16 +22,6 @@ def test_fingerprint_depends_on_the_texts():
         for texts in (["a", "b"], ["a", "b"], ["b", "a"])
     ]
     assert prints[0] == prints[1] != prints[2]
-
-
-def test_a_text_hash_depends_on_the_division_into_documents():
-    hashes = set()
-    for texts in ([b"ab"], [b"a", b"b"], [b"", b"ab"], []):
-        text_hash = TextHash()
-        for text in texts:
-            text_hash.add(text)
-        hashes.add(text_hash.hexdigest())
-    assert len(hashes) == 4
 
 
 def test_no_documents_are_refused():
