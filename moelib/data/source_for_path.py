@@ -4,11 +4,13 @@ import glob
 import os
 
 from moelib.core.errors import MissingFileError, UserError
-from moelib.data.arrow import JSON_FILES, ArrowFiles
 from moelib.data.files import TextFiles, walk_files
 from moelib.data.json_lines import ENDINGS, JsonLines
-from moelib.data.parquet import Parquet
 from moelib.data.source import Source
+from moelib.data.tables import ARROW, PARQUET, Tables
+
+# Files of `datasets` next to its tables, which hold no text.
+_JSON_OF_DATASETS = ("dataset_dict.json", "dataset_info.json", "state.json")
 
 
 def source_for_path(path: str, *, text_field: str = "text") -> Source.Config:
@@ -30,13 +32,13 @@ def source_for_path(path: str, *, text_field: str = "text") -> Source.Config:
         )
     kinds = {
         "JSON lines": ENDINGS,
-        "Parquet": (Parquet.ending,),
-        "Arrow": (ArrowFiles.ending,),
+        "Parquet": (PARQUET,),
+        "Arrow": (ARROW,),
         "text": tuple(TextFiles.default_config().endings),
     }
     names = list(walk_files(path, ("",))) if os.path.isdir(path) else [path]
-    if any(name.endswith(ArrowFiles.ending) for name in names):
-        names = [name for name in names if os.path.basename(name) not in JSON_FILES]
+    if any(name.endswith(ARROW) for name in names):
+        names = [name for name in names if os.path.basename(name) not in _JSON_OF_DATASETS]
     found = [kind for kind, ends in kinds.items() if any(name.endswith(ends) for name in names)]
     if len(found) > 1:
         raise UserError(
@@ -46,8 +48,7 @@ def source_for_path(path: str, *, text_field: str = "text") -> Source.Config:
     if found == ["JSON lines"]:
         return JsonLines.default_config().set(paths=[path], text_field=text_field)
     if found in (["Parquet"], ["Arrow"]):
-        tables = Parquet if found == ["Parquet"] else ArrowFiles
-        return tables.default_config().set(paths=[path], column=text_field)
+        return Tables.default_config().set(paths=[path], column=text_field)
     if path.endswith((".csv", ".tsv")):
         raise UserError(
             f"{path} is a table, which would be read as one text; convert it to Parquet or JSON "

@@ -13,7 +13,7 @@ from benchmarks import corruption
 from moelib.cli.prepare import read_splits
 from moelib.core.errors import UserError
 from moelib.data.json_lines import JsonLines
-from moelib.data.parquet import Parquet
+from moelib.data.tables import Tables
 from moelib.data.token_store import TokenStore, check_splits, json_digest
 from moelib.runtime.command_line import one_line
 
@@ -115,7 +115,7 @@ def test_parquet_files(tmp_path, num_cases):
     for _ in range(num_cases):
         content = _mutated(rng.choice(contents), rng)
         path.write_bytes(content)
-        source = Parquet.default_config().set(paths=[str(path)]).instantiate()
+        source = Tables.default_config().set(paths=[str(path)]).instantiate()
         _check(lambda source=source: list(source.documents()), content, str(path))
 
 

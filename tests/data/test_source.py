@@ -3,9 +3,9 @@ import pytest
 from moelib.core.errors import UserError
 from moelib.data.files import TextFiles
 from moelib.data.json_lines import JsonLines
-from moelib.data.parquet import Parquet
 from moelib.data.source import InMemorySource, fingerprint
 from moelib.data.source_for_path import source_for_path
+from moelib.data.tables import Tables
 
 
 def test_documents_come_in_order_whatever_the_parts():
@@ -30,7 +30,7 @@ def test_no_documents_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("a.jsonl.zst", JsonLines), ("a.parquet", Parquet), ("a.txt", TextFiles)]
+    ("name", "kind"), [("a.jsonl.zst", JsonLines), ("a.parquet", Tables), ("a.txt", TextFiles)]
 )
 def test_the_names_of_files_decide(tmp_path, name, kind):
     (tmp_path / name).write_text("")

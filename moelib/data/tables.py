@@ -1,4 +1,4 @@
-"""Documents in the rows of Parquet files."""
+"""Documents in the rows of Parquet files, and of Arrow files as `datasets` saves them."""
 
 import contextlib
 import dataclasses
@@ -12,17 +12,19 @@ from moelib.data.files import FileStamp, find_files, part_size
 from moelib.data.source import BadRecordError, BadRecords, Part, Source
 from moelib.runtime.files import readable
 
+PARQUET, ARROW = ".parquet", ".arrow"
+
 _BUFFER_BYTES = 1 << 20  # Of a column that is read; without a limit, the whole of it.
 _BATCH_ROWS = 64  # Documents that are decompressed at a time; they may be long.
 
 
 @dataclasses.dataclass(frozen=True)
-class ParquetPart:
-    """Some row groups of a Parquet file."""
+class TablePart:
+    """Some row groups of a Parquet file, or record batches of an Arrow file."""
 
     file: FileStamp
     column: str
-    row_groups: tuple[int, ...]
+    groups: tuple[int, ...]  # Ascending, without a gap.
     first_row: int
     num_bytes: int
 
@@ -33,10 +35,8 @@ class ParquetPart:
 
     def documents(self, bad_records: BadRecords | None = None) -> Iterator[str]:
         """Yields the values of the column; a value that is not text is a bad record."""
-        row = self.first_row
         with _named_errors(self.file.path):
-            for text in self._values():
-                row += 1
+            for row, text in enumerate(self._values(), self.first_row + 1):
                 if isinstance(text, str):
                     yield text
                     continue
@@ -49,7 +49,7 @@ class ParquetPart:
 
     def _values(self) -> Iterator[object]:
         """Yields the values of the column; an error in the place of invalid UTF-8."""
-        for values in self._batches():
+        for values in self._columns():
             for start in range(0, len(values), _BATCH_ROWS):
                 self._check_size()
                 some = values.slice(start, _BATCH_ROWS)
@@ -57,6 +57,21 @@ class ParquetPart:
                     yield from some.to_pylist()
                 except UnicodeDecodeError:
                     yield from map(_value, some)
+
+    def _columns(self) -> Iterator[Any]:
+        """Yields the column's values as Arrow arrays."""
+        from pyarrow import parquet
+
+        path = self.file.path
+        if not _is_parquet(path):
+            for index, batch in enumerate(_record_batches(path)):
+                if self.groups[0] <= index <= self.groups[-1]:
+                    yield batch.column(self.column)
+                self._check_size()
+            return
+        with parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES) as file:
+            for batch in file.iter_batches(_BATCH_ROWS, list(self.groups), [self.column]):
+                yield batch.column(0)
 
     def _check_size(self) -> None:
         """Raises UserError if the file has become shorter: reading mapped memory is then fatal."""
@@ -66,21 +81,43 @@ class ParquetPart:
                 "it was read; restore it and run the same command again."
             )
 
-    def _batches(self) -> Iterator[Any]:
-        """Yields the column's values as Arrow arrays."""
-        from pyarrow import parquet
-
-        groups, columns = list(self.row_groups), [self.column]
-        with parquet.ParquetFile(self.file.path, buffer_size=_BUFFER_BYTES) as file:
-            for batch in file.iter_batches(_BATCH_ROWS, row_groups=groups, columns=columns):
-                yield batch.column(0)
-
 
 def _value(scalar: Any) -> object:
     try:
         return scalar.as_py()
     except UnicodeDecodeError as error:
         return error
+
+
+def _is_parquet(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(4) == b"PAR1"
+
+
+def _record_batches(path: str) -> Iterator[Any]:
+    """Yields the record batches of a mapped file; only the columns that are used are read."""
+    import pyarrow
+
+    with pyarrow.memory_map(path) as file, pyarrow.ipc.open_stream(file) as stream:
+        yield from stream
+
+
+def _contents(path: str, column: str) -> list[tuple[int, int]]:
+    """Returns (rows, bytes) of each group of a file. Raises UserError if it lacks the column."""
+    from pyarrow import parquet
+
+    if _is_parquet(path):
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+        sizes = [(group.num_rows, group.total_byte_size) for group in groups]
+    else:
+        batches = list(_record_batches(path))
+        names = batches[0].schema.names if batches else [column]
+        sizes = [(batch.num_rows, batch.nbytes) for batch in batches]
+    if column not in names:
+        raise UserError(f"{path} has no column {column!r}; set column to one of {sorted(names)}.")
+    return sizes
 
 
 @contextlib.contextmanager
@@ -100,11 +137,12 @@ def _named_errors(path: str) -> Iterator[None]:
             ) from None
 
 
-class Parquet(Source):
-    """Rows of Parquet files, each a document."""
+class Tables(Source):
+    """Rows of Parquet or Arrow files, each a document.
 
-    ending = ".parquet"
-    part = ParquetPart
+    A `Dataset` saved by `datasets` is a folder of Arrow files. A saved `DatasetDict` is a folder
+    per split: name one of them.
+    """
 
     @config_class
     class Config(Source.Config):
@@ -113,33 +151,19 @@ class Parquet(Source):
 
     def parts(self) -> Sequence[Part]:
         """Returns ranges of rows. Raises UserError if a file lacks the column or all lack rows."""
-        files, parts = find_files(self.config.paths, (self.ending,)), []
+        files, parts = find_files(self.config.paths, (PARQUET, ARROW)), []
         size = part_size(files)
         for file in files:
             with _named_errors(file.path):
-                names, groups = self._contents(file.path)
-                parts += self._parts_of(file, names, groups, size)
+                parts += self._parts_of(file, size)
         if not parts:
             more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
             raise UserError(f"{files[0].path}{more} holds no rows; set paths to files with text.")
         return parts
 
-    def _contents(self, path: str) -> tuple[list[str], list[tuple[int, int]]]:
-        """Returns the names of the columns, and (rows, bytes) of each row group."""
-        from pyarrow import parquet
-
-        with parquet.ParquetFile(path) as file:
-            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-            return file.schema_arrow.names, [(g.num_rows, g.total_byte_size) for g in groups]
-
-    def _parts_of(
-        self, file: FileStamp, names: list[str], groups: list[tuple[int, int]], size: int
-    ) -> Iterator[Part]:
-        column = self.config.column
-        if column not in names:
-            raise UserError(
-                f"{file.path} has no column {column!r}; set column to one of {sorted(names)}."
-            )
+    def _parts_of(self, file: FileStamp, size: int) -> Iterator[Part]:
+        """Yields parts of a file, of at least `size` bytes but for the last."""
+        groups = _contents(file.path, self.config.column)
         indices: list[int] = []
         num_bytes = first_row = rows = 0
         for index, (group_rows, group_bytes) in enumerate(groups):
@@ -147,5 +171,5 @@ class Parquet(Source):
             num_bytes += group_bytes
             rows += group_rows
             if rows > first_row and (num_bytes >= size or index == len(groups) - 1):
-                yield self.part(file, column, tuple(indices), first_row, num_bytes)
+                yield TablePart(file, self.config.column, tuple(indices), first_row, num_bytes)
                 indices, num_bytes, first_row = [], 0, rows
