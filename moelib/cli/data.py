@@ -78,7 +78,7 @@ def show(flags: Flags, cfg: Any, first: int, stop: int) -> str:
         first_sequence=first,
         max_sequences=stop - first,
         max_chars=flags.max_chars,
-        sources=[names[k] for k in opened.source_ids(position, 0, 1)] if names else (),
+        sources=[names[k] for k in opened.source_ids(position)] if names else (),
         end_id=getattr(opened, "eos_id", None) if tokenizer is None else tokenizer.eos_id,
     )
     skipped = f", after skipped batches {ranges}" if ranges else ""

@@ -113,21 +113,19 @@ class Input(Configurable):
         """Settings and data, as JSON values, that all hosts of a job must share."""
         return {}
 
-    def source_ids(self, position: int, host_index: int, num_hosts: int) -> npt.NDArray[np.int64]:
-        """Returns the index in `source_names` of each of a host's sequences of a batch [rows].
+    def source_ids(self, position: int, rows: range | None = None) -> npt.NDArray[np.int64]:
+        """Returns the index in `source_names` of some rows of a batch, by default of all.
 
         `position` is the number of the batch, from 0. Only of inputs with source names.
         """
         raise NotImplementedError
 
     @abstractmethod
-    def iterator(self, host_index: int = 0, num_hosts: int = 1) -> BatchIterator:
-        """Returns the batches of one of several hosts, from the first.
-
-        Host h has rows [h * B / hosts, (h + 1) * B / hosts) of each global batch.
+    def iterator(self, rows: range | None = None) -> BatchIterator:
+        """Returns some rows of each global batch, by default all, from the first batch.
 
         Raises:
-            UserError: If the batch does not divide over the hosts.
+            UserError: If they are not one of equal shares of the batch; see `check_rows`.
         """
 
 
@@ -158,21 +156,22 @@ def empty_batch(num_rows: int, seq_len: int, eos_id: int) -> "Batch":
     return batch
 
 
-def rows_of_host(global_batch_size: int, host_index: int, num_hosts: int) -> range:
-    """Returns a host's rows of a global batch.
+def check_rows(rows: range | None, global_batch_size: int) -> range:
+    """Returns the rows of a host, or all if they are None.
 
-    Raises:
-        UserError: If the batch does not divide over the hosts, or there is no such host.
+    Raises UserError if they are not one of several equal, contiguous shares of a global batch.
     """
-    if num_hosts < 1 or not 0 <= host_index < num_hosts:
-        raise UserError(f"host_index={host_index}: set it from 0 to below num_hosts={num_hosts}.")
-    if global_batch_size % num_hosts:
+    whole = range(global_batch_size)
+    if rows is None:
+        return whole
+    size = len(rows)
+    is_contiguous = size > 0 and whole[rows.start : rows.stop] == rows
+    if not is_contiguous or global_batch_size % size or rows.start % size:
         raise UserError(
-            f"global_batch_size={global_batch_size} does not divide over {num_hosts} hosts; set it "
-            f"to a multiple of {num_hosts}."
+            f"{rows=} are not one of equal, contiguous shares of global_batch_size="
+            f"{global_batch_size}; set them to range(i * n, (i + 1) * n) with a divisor n."
         )
-    rows = global_batch_size // num_hosts
-    return range(host_index * rows, (host_index + 1) * rows)
+    return rows
 
 
 def check_state(state: State, identity: State) -> None:

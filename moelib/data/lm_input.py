@@ -23,9 +23,9 @@ from moelib.data.input import (
     BatchIterator,
     Input,
     State,
+    check_rows,
     check_state,
     empty_batch,
-    rows_of_host,
 )
 from moelib.data.mixture import Mixture
 from moelib.data.packing import (
@@ -80,7 +80,7 @@ class LMInput(Input):
         sources: list[TokenSource] = [source] if self._mixture is None else self._mixture.sources
         self._packed = [_PackedSource(source, cfg) for source in sources]
         # Iterators over checks of a host's data, shared by all evaluations of this input.
-        self.checks_left = functools.cache(lambda *host: iter(self.checks(*host)))
+        self.checks_left = functools.cache(lambda rows: iter(self.checks(rows)))
         self.eos_id: int = sources[0].eos_id
         self.vocab_size: int = max(source.vocab_size for source in sources)
         if cfg.vocab_size is not None and self.vocab_size > cfg.vocab_size:
@@ -111,9 +111,10 @@ class LMInput(Input):
         """The token sources, opened."""
         return [packed.source for packed in self._packed]
 
-    def checks(self, host_index: int, num_hosts: int) -> Sequence[Callable[[], None]]:
-        """Returns checks of a host's share of the data, which raise UserError at damage."""
-        return [check for source in self.sources for check in source.checks(host_index, num_hosts)]
+    def checks(self, rows: range) -> Sequence[Callable[[], None]]:
+        """Returns the share of a host with these rows in the checks of the sources."""
+        index, num_hosts = rows.start // len(rows), self.config.global_batch_size // len(rows)
+        return [check for source in self.sources for check in source.checks()[index::num_hosts]]
 
     @property
     def sequences_per_epoch(self) -> int:
@@ -140,17 +141,13 @@ class LMInput(Input):
         """True if the iterator never ends."""
         return self.config.mode is InputMode.TRAIN and self.config.max_batches is None
 
-    def batch(self, step: int) -> "Batch":
-        """Returns the global batch of a step, counted from 0."""
-        return self.host_batch(step, 0, 1)
+    def batch(self, step: int, rows: range | None = None) -> "Batch":
+        """Returns some rows of the global batch of a step, counted from 0; by default all.
 
-    def host_batch(self, step: int, host_index: int, num_hosts: int) -> "Batch":
-        """Returns a host's sequences of a step; those of all hosts form `batch(step)`.
-
-        Raises UserError if the batch does not divide, or a token id is beyond the vocabulary.
+        Raises UserError if a token id is beyond the vocabulary.
         """
         cfg = self.config
-        numbers = self._numbers(step, host_index, num_hosts)
+        numbers = self._numbers(step, rows)
         batch = empty_batch(len(numbers), cfg.seq_len, self.eos_id)
         if cfg.mode is InputMode.EVALUATE:
             numbers = numbers[numbers < self.sequences_per_epoch]
@@ -159,30 +156,28 @@ class LMInput(Input):
             return batch
         source, numbers = self._mixture.locate(numbers)
         for k, packed in enumerate(self._packed):
-            rows = np.flatnonzero(source == k)
-            packed.fill(numbers[rows], rows, batch)
+            of_source = np.flatnonzero(source == k)
+            packed.fill(numbers[of_source], of_source, batch)
         return batch
 
-    def _numbers(self, step: int, host_index: int, num_hosts: int) -> _Ints:
-        """Returns the numbers of a host's sequences of a step, over all epochs."""
+    def _numbers(self, step: int, rows: range | None) -> _Ints:
+        """Returns the numbers of some sequences of a step, over all epochs."""
         batch_size = self.config.global_batch_size
-        of_host = rows_of_host(batch_size, host_index, num_hosts)
-        return step * batch_size + np.arange(of_host.start, of_host.stop)
+        return step * batch_size + np.array(range(batch_size) if rows is None else rows)
 
     @property
     def source_names(self) -> Sequence[str]:  # pyrefly: ignore[bad-override]
         """The names of a mixture's sources, in the order of `source_ids`; () of one source."""
         return () if self._mixture is None else self._mixture.names
 
-    def source_ids(self, position: int, host_index: int = 0, num_hosts: int = 1) -> _Ints:
-        """Returns the source of each of a host's sequences of a step [rows]."""
+    def source_ids(self, position: int, rows: range | None = None) -> _Ints:
+        """Returns the source of each of some sequences of a step [rows]."""
         assert self._mixture is not None
-        return self._mixture.locate(self._numbers(position, host_index, num_hosts))[0]
+        return self._mixture.locate(self._numbers(position, rows))[0]
 
-    def iterator(self, host_index: int = 0, num_hosts: int = 1) -> "LMInputIterator":
+    def iterator(self, rows: range | None = None) -> "LMInputIterator":
         """Returns a host's batches from step 0; they end unless the input is endless."""
-        rows_of_host(self.config.global_batch_size, host_index, num_hosts)
-        return LMInputIterator(self, host_index, num_hosts)
+        return LMInputIterator(self, check_rows(rows, self.config.global_batch_size))
 
     @functools.cached_property
     def identity(self) -> State:
@@ -208,12 +203,12 @@ class LMInputIterator(BatchIterator):
 
     can_seek = True
 
-    def __init__(self, lm_input: LMInput, host_index: int, num_hosts: int) -> None:
-        self._input, self._host = lm_input, (host_index, num_hosts)
+    def __init__(self, lm_input: LMInput, rows: range) -> None:
+        self._input, self._rows = lm_input, rows
         self.step = 0  # The next one.
         # Called once, in as many steps as an epoch has; each at its step, so that runs that are
         # resumed often reach all of them too.
-        self._checks = lm_input.checks(host_index, num_hosts)
+        self._checks = lm_input.checks(rows)
         self._checks_per_step = -(-len(self._checks) // max(lm_input.num_batches, 1))
         self._num_checked = 0
 
@@ -224,7 +219,7 @@ class LMInputIterator(BatchIterator):
         """
         lm_input = self._input
         if lm_input.config.mode is InputMode.EVALUATE:
-            next(lm_input.checks_left(*self._host), lambda: None)()
+            next(lm_input.checks_left(self._rows), lambda: None)()
         elif self._num_checked < len(self._checks):
             begin = self.step * self._checks_per_step
             for number in range(begin, begin + self._checks_per_step):
@@ -232,7 +227,7 @@ class LMInputIterator(BatchIterator):
             self._num_checked += self._checks_per_step
         if not lm_input.is_endless and self.step >= lm_input.num_batches:
             raise StopIteration
-        batch = lm_input.host_batch(self.step, *self._host)
+        batch = lm_input.batch(self.step, self._rows)
         self.step += 1
         return batch
 

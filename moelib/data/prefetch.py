@@ -13,7 +13,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Self
 
 from moelib.core.errors import UserError
 from moelib.data.input import BatchIterator, State
@@ -33,18 +33,11 @@ _TRANSIENT_NAMES = "EIO ESTALE EAGAIN EBUSY EREMOTEIO EHOSTDOWN EHOSTUNREACH ENE
 _TRANSIENT = {getattr(errno, name, None) for name in _TRANSIENT_NAMES.split()} - {None}
 
 
-class HostRows(NamedTuple):
-    """The share of the global batch that a process holds, of `num_hosts` equal ones."""
+def host_rows(sharding: "jax.sharding.NamedSharding", global_batch_size: int) -> range:
+    """Returns which of B rows, the global batch, this process's devices need.
 
-    host_index: int
-    num_hosts: int
-
-
-def host_rows(sharding: "jax.sharding.NamedSharding", global_batch_size: int) -> HostRows:
-    """Returns the share of B rows, the global batch, that this process's devices need.
-
-    Processes that share rows, because tensor parallelism spans them, get the same answer. The first
-    axis of the sharding is that of rows.
+    They are one of equal shares. Processes that share rows, because tensor parallelism spans them,
+    get the same answer. The first axis of the sharding is that of rows.
 
     Raises:
         UserError: If the batch does not divide, or the process's rows are not such a share.
@@ -66,7 +59,7 @@ def host_rows(sharding: "jax.sharding.NamedSharding", global_batch_size: int) ->
             f"This process holds rows {sorted(spans)} of {global_batch_size}, which are not an "
             "equal, contiguous share; order the mesh's devices by process along the batch axes."
         )
-    return HostRows(first // size, global_batch_size // size)
+    return range(first, last)
 
 
 def row_sharding(sharding: "jax.sharding.NamedSharding", ndim: int) -> "jax.sharding.NamedSharding":

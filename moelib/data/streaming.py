@@ -24,9 +24,9 @@ from moelib.data.input import (
     BatchIterator,
     Input,
     State,
+    check_rows,
     check_state,
     empty_batch,
-    rows_of_host,
 )
 from moelib.data.packing import DocumentBoundary, Packing, make_plan
 from moelib.data.source import BadRecordError, BadRecords, Part, Source, fingerprint
@@ -81,12 +81,11 @@ class StreamingInput(Input):
         """Returns the tokenizer of the config."""
         return cfg.tokenizer.instantiate()
 
-    def iterator(self, host_index: int = 0, num_hosts: int = 1) -> "StreamingIterator":
+    def iterator(self, rows: range | None = None) -> "StreamingIterator":
         """Returns a host's batches, without end."""
-        rows = len(rows_of_host(self.config.global_batch_size, host_index, num_hosts))
-        return StreamingIterator(self, host_index, num_hosts, rows)
+        return StreamingIterator(self, check_rows(rows, self.config.global_batch_size))
 
-    def identity_of_host(self, host_index: int, num_hosts: int) -> State:
+    def identity_of_host(self, rows: range) -> State:
         """Returns the settings and data that determine a host's batches, as JSON values."""
         cfg = self.config
         return {
@@ -97,18 +96,18 @@ class StreamingInput(Input):
             "document_boundary": cfg.document_boundary.value,
             "seed": cfg.seed,
             "shuffle_buffer": cfg.shuffle_buffer,
-            "host_index": host_index,
-            "num_hosts": num_hosts,
+            "rows": [rows.start, rows.stop],
         }
 
 
 class StreamingIterator(BatchIterator):
     """One host's batches. Its state belongs to this host, and to this number of hosts."""
 
-    def __init__(self, owner: StreamingInput, host_index: int, num_hosts: int, rows: int) -> None:
-        self._owner, self._num_rows = owner, rows
-        self._host_index, self._num_hosts = host_index, num_hosts
-        self._identity = owner.identity_of_host(host_index, num_hosts)
+    def __init__(self, owner: StreamingInput, rows: range) -> None:
+        self._owner, self._num_rows = owner, len(rows)
+        self._host_index = rows.start // len(rows)
+        self._num_hosts = owner.config.global_batch_size // len(rows)
+        self._identity = owner.identity_of_host(rows)
         self.step = 0
         self._go_to(_START)
 

@@ -47,12 +47,11 @@ class TokenSource(Configurable):
     def file(self, index: int) -> Any:
         """Returns all tokens of a file: a flat array, or an object whose slices are arrays."""
 
-    def checks(self, host_index: int, num_hosts: int) -> Sequence[Callable[[], None]]:
-        """Returns checks of a host's share of the data that opening the source did not check.
+    def checks(self) -> Sequence[Callable[[], None]]:
+        """Returns checks of the data that opening the source did not check.
 
-        Training calls all in its first epoch. They raise UserError at damage.
+        Training calls all in its first epoch; hosts share them. They raise UserError at damage.
         """
-        del host_index, num_hosts
         return ()
 
     @property

@@ -272,10 +272,9 @@ class TokenStore(TokenSource):
             if found := store_check.damage(self.config.path, block, hashes):
                 raise self._damaged(found)
 
-    def checks(self, host_index: int, num_hosts: int) -> Sequence[Callable[[], None]]:
-        """Returns checks of a host's share of the blocks that opening the store did not read."""
-        blocks = self._blocks()[1][host_index::num_hosts]
-        return [functools.partial(self._check_blocks, [block]) for block in blocks]
+    def checks(self) -> Sequence[Callable[[], None]]:
+        """Returns a check of each block that opening the store did not read."""
+        return [functools.partial(self._check_blocks, [block]) for block in self._blocks()[1]]
 
     def _array(self, name: str, size: int) -> npt.NDArray[Any]:
         """Returns an array of the store. Raises UserError if it is damaged."""

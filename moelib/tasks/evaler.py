@@ -115,7 +115,7 @@ class ExampleEvaler(SpmdEvaler):
         key = jax.random.key(self.config.prng_seed)
         results: list[Any] = []
         put = lambda batch: put_batch(batch, sharding, rows)
-        with Prefetcher(self._input.iterator(*share), put) as feed:
+        with Prefetcher(self._input.iterator(share), put) as feed:
             for count, batch in enumerate(feed):
                 outputs = self._run(params, batch, jax.random.fold_in(key, count), mesh)
                 left = len(self._source.examples) - len(results)

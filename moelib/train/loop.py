@@ -277,7 +277,7 @@ class TrainLoop:
         def read() -> tuple[Input, BatchIterator]:
             opened = trainer.input
             check_inputs("input", opened)
-            batches = opened.iterator(*host_rows(sharding, batch_size))
+            batches = opened.iterator(host_rows(sharding, batch_size))
             self._can_skip = batches.can_seek
             if ranges:
                 batches = SkippingBatches(batches, ranges)

@@ -232,7 +232,7 @@ class RoutingEvaler(Watcher):
         """Yields this process's sequences of each batch, read while the next batch runs."""
         cfg, before, number = self._input_config, None, 0
         split = batch_sharding(cfg.global_batch_size, cfg.seq_len, mesh)
-        batches = self._input.iterator(*host_rows(split, cfg.global_batch_size))
+        batches = self._input.iterator(host_rows(split, cfg.global_batch_size))
         put = lambda batch: put_batch(batch, split, cfg.global_batch_size)
         with Prefetcher(batches, put, num_batches=0 if self.config.max_batches == 1 else 2) as feed:
             for number, batch in enumerate(itertools.islice(feed, self.config.max_batches)):

@@ -28,7 +28,7 @@ from moelib.core.errors import UserError
 from moelib.core.module import Module
 from moelib.core.param import is_spec
 from moelib.data.input import Input
-from moelib.data.prefetch import HostRows, host_rows, row_sharding
+from moelib.data.prefetch import host_rows, row_sharding
 from moelib.huggingface.pretrained import FILES, copy_files
 from moelib.kernels.backend import kernel_backends, warn_unused_backends
 from moelib.kernels.check import check_kernels
@@ -364,8 +364,8 @@ class SpmdTrainer(Module):
             return state_lib.batch_sharding(cfg.global_batch_size, cfg.seq_len, self.mesh())
 
     @property
-    def _host_rows(self) -> HostRows:
-        """This process's share of the sequences of a batch."""
+    def _host_rows(self) -> range:
+        """This process's rows of a batch."""
         return host_rows(self.batch_sharding, self.config.input.global_batch_size)
 
     def model_params_for_eval(self) -> dict[str, Any]:

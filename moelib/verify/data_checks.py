@@ -112,7 +112,7 @@ def _carries_on(source: LMInput) -> bool:
 
 
 def _has_own_batches(source: LMInput) -> bool:
-    return type(source).host_batch is LMInput.host_batch
+    return type(source).batch is LMInput.batch
 
 
 def _without_loss(batch: Batch, source: LMInput) -> npt.NDArray[np.bool_]:
@@ -184,7 +184,8 @@ def hosts(known: Reference) -> Difference | None:
         want = list(itertools.islice(source.iterator(), begin + 2))
         if len(want) <= begin:
             raise CheckSkippedError("the input has a single batch")
-        hosts = [source.iterator(host, num_hosts) for host in range(num_hosts)]
+        rows = size // num_hosts
+        hosts = [source.iterator(range(i, i + rows)) for i in range(0, size, rows)]
         for batch in want[:begin]:
             if found := first_bit_difference(batch, _joined(map(next, hosts))):
                 return found

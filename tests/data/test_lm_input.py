@@ -1,4 +1,5 @@
 import json
+import re
 import threading
 from collections import Counter
 from typing import Any
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from moelib.core.tree import Batch
-from moelib.data.input import batch_spec, empty_batch, rows_of_host
+from moelib.data.input import batch_spec, check_rows, empty_batch
 from moelib.data.lm_input import InputMode, LMInput, LMInputIterator
 from moelib.data.mixture import Mixture
 from moelib.data.packing import DocumentBoundary, EpochPlan, LongDocuments, Packing, make_plan
@@ -118,12 +119,17 @@ def test_a_stream_has_one_segment_and_predicts_across_documents():
     assert within <= _pairs(batches)
 
 
+def _shares(num_hosts: int, global_batch_size: int = 4) -> list[range]:
+    size = global_batch_size // num_hosts
+    return [range(start, start + size) for start in range(0, global_batch_size, size)]
+
+
 @pytest.mark.parametrize("num_hosts", [1, 2, 4])
 def test_any_number_of_hosts_has_the_same_global_batch(num_hosts):
     for cfg in (_config(), _mixed()):
         lm_input = cfg.instantiate()
         for step in (0, 7, 100):
-            parts = [lm_input.host_batch(step, host, num_hosts) for host in range(num_hosts)]
+            parts = [lm_input.batch(step, rows) for rows in _shares(num_hosts)]
             for name, expected in lm_input.batch(step).items():
                 together = np.concatenate([part[name] for part in parts])
                 assert np.array_equal(together, expected)
@@ -179,7 +185,7 @@ def test_a_restored_iterator_continues_as_an_unbroken_one(num_hosts):
     for _ in range(5):
         next(unbroken)
     state = json.loads(json.dumps(unbroken.state()))
-    others = [_mixed().instantiate().iterator(host, num_hosts) for host in range(num_hosts)]
+    others = [_mixed().instantiate().iterator(rows) for rows in _shares(num_hosts)]
     for other in others:
         other.restore(state)
     for _ in range(20):
@@ -286,11 +292,6 @@ def test_a_restored_iterator_ends_where_an_unbroken_one_does():
     assert len(list(longer)) == 2
 
 
-def test_hosts_that_do_not_divide_the_batch_are_refused_at_once():
-    with pytest.raises(ValueError, match=r"global_batch_size=4 .* 3 hosts"):
-        _config().instantiate().iterator(0, 3)
-
-
 def test_an_empty_batch_is_all_padding_of_the_stated_shapes():
     batch = empty_batch(4, 8, eos_id=3)
     assert {name: array.shape for name, array in batch.items()} == batch_spec(4, 8)
@@ -299,15 +300,13 @@ def test_an_empty_batch_is_all_padding_of_the_stated_shapes():
     assert not batch["segment_ids"].any()
 
 
-def test_sequences_are_distributed_over_hosts():
-    assert [list(rows_of_host(6, host, 3)) for host in range(3)] == [[0, 1], [2, 3], [4, 5]]
-
-
-def test_hosts_that_do_not_divide_the_batch_are_refused():
-    with pytest.raises(ValueError, match=r"global_batch_size=6 .* 4 hosts"):
-        rows_of_host(6, 0, 4)
-    with pytest.raises(ValueError, match=r"host_index=2: .* num_hosts=2"):
-        rows_of_host(6, 2, 2)
+@pytest.mark.parametrize(
+    "rows", [range(0), range(3), range(1, 3), range(4, 8), range(-2, 0), range(0, 4, 2)]
+)
+def test_rows_that_are_no_share_of_the_batch_are_refused_at_once(rows):
+    with pytest.raises(ValueError, match=re.escape(f"{rows=} ") + ".*global_batch_size=4"):
+        _config().instantiate().iterator(rows)
+    assert [check_rows(rows, 6) for rows in (None, range(2, 4))] == [range(6), range(2, 4)]
 
 
 @pytest.mark.parametrize("field", ["seq_len", "global_batch_size"])

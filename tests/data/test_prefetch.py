@@ -12,7 +12,7 @@ from moelib.core.tree import Batch
 from moelib.data import prefetch
 from moelib.data.input import BatchIterator, State
 from moelib.data.lm_input import InputMode, LMInput
-from moelib.data.prefetch import HostRows, Prefetcher, host_rows, put_batch
+from moelib.data.prefetch import Prefetcher, host_rows, put_batch
 from moelib.data.synthetic import SyntheticInput
 
 
@@ -181,8 +181,7 @@ def test_closing_ends_the_thread_at_any_time():
 def test_batches_lie_on_devices_as_told():
     sharding = _sharding((4, 2), ("data", "seq"), PartitionSpec("data", "seq"))
     lm_input = _input()
-    host, num_hosts = host_rows(sharding, 8)
-    iterator = lm_input.iterator(host, num_hosts)
+    iterator = lm_input.iterator(host_rows(sharding, 8))
     with Prefetcher(iterator, lambda batch: put_batch(batch, sharding, 8)) as batches:
         placed = next(batches)
     for name, expected in lm_input.batch(0).items():
@@ -194,7 +193,7 @@ def test_batches_lie_on_devices_as_told():
 def test_one_process_holds_all_sequences():
     for spec in (PartitionSpec(("data", "seq")), PartitionSpec(None, "seq"), PartitionSpec()):
         sharding = _sharding((4, 2), ("data", "seq"), spec)
-        assert host_rows(sharding, 8) == HostRows(0, 1)
+        assert host_rows(sharding, 8) == range(8)
     sharding = _sharding((8,), ("data",), PartitionSpec("data"))
     with pytest.raises(ValueError, match="global_batch_size=6"):
         host_rows(sharding, 6)
@@ -224,7 +223,7 @@ class _OneOfSeveral:
 def test_a_process_with_some_devices_gets_their_share(monkeypatch):
     monkeypatch.setattr("moelib.data.prefetch.row_sharding", lambda sharding, ndim: sharding)
     both = _OneOfSeveral(slice(4, 6), slice(6, 8), slice(4, 6))  # Two devices share rows.
-    assert host_rows(both, 8) == HostRows(1, 2)  # type: ignore[arg-type]
+    assert host_rows(both, 8) == range(4, 8)  # type: ignore[arg-type]
     apart = _OneOfSeveral(slice(0, 2), slice(4, 6))
     with pytest.raises(ValueError, match=r"\[\(0, 2\), \(4, 6\)\].*8"):
         host_rows(apart, 8)  # type: ignore[arg-type]

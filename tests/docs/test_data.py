@@ -71,7 +71,7 @@ def test_a_batch_is_a_function_of_seed_and_step(store):
     print(describe_batch(batch, load_tokenizer(cfg), max_sequences=2))
     print(lm_input.sequences_per_epoch, lm_input.sources[0].num_tokens)
     # --8<-- [end:look]
-    halves = [cfg.instantiate().host_batch(1000, host, 2) for host in range(2)]
+    halves = [cfg.instantiate().batch(1000, rows) for rows in (range(2), range(2, 4))]
     for name in batch:
         np.testing.assert_array_equal(np.concatenate([half[name] for half in halves]), batch[name])
 

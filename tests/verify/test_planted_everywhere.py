@@ -81,8 +81,8 @@ def test_right_batches_pass():
 class WithoutPrompts(LMInput):
     """An input without loss on the first two tokens of each document."""
 
-    def host_batch(self, step, host_index, num_hosts):
-        batch = super().host_batch(step, host_index, num_hosts)
+    def batch(self, step, rows=None):
+        batch = super().batch(step, rows)
         batch["target_labels"][batch["positions"] < 2] = -1
         return batch
 

@@ -27,8 +27,8 @@ class MarkedInput(SyntheticInput):
     class Config(SyntheticInput.Config):
         marked: tuple[int, ...] = ()
 
-    def host_batch(self, step, host_index, num_hosts):
-        batch = super().host_batch(step, host_index, num_hosts)
+    def batch(self, step, rows=None):
+        batch = super().batch(step, rows)
         batch["input_ids"][0, :2] = MARK if step in self.config.marked else 1
         return batch
 
