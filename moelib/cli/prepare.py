@@ -92,7 +92,7 @@ def source_for(flags: Flags, name: str) -> Any:
     """Returns the config of the source that --source names."""
     from moelib.data.files import PythonSourceCode
     from moelib.data.source_for_path import source_for_path
-    from moelib.data.tfds_source import TFDSSource
+    from moelib.data.tfds import TFDSSource
 
     if name == "python":
         return PythonSourceCode.default_config()

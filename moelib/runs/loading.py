@@ -20,8 +20,9 @@ from moelib.core.param import ParameterSpec, is_spec
 from moelib.core.precision import is_cast
 from moelib.core.tree import Nested
 from moelib.data.input import load_tokenizer
-from moelib.data.tokenizer import FILE_NAME, SETTINGS_FILE, Tokenizer, read_tokenizer
+from moelib.data.tokenizer import FILE_NAME, SETTINGS_FILE, Tokenizer
 from moelib.huggingface import pretrained
+from moelib.huggingface.published_tokenizer import read_tokenizer
 from moelib.huggingface.settings import check_setting
 from moelib.kernels.backend import kernel_backends
 from moelib.models.causal_lm import CausalLM

@@ -26,7 +26,7 @@ def find_all_but_missing(name, path=None, target=None):
 
 PathFinder.find_spec = find_all_but_missing
 
-from moelib.data.tfds_source import TFDSSource
+from moelib.data.tfds import TFDSSource
 
 source = TFDSSource.default_config().set(name=sys.argv[2]).instantiate()
 try:

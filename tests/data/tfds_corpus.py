@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from moelib.data.tfds_import import import_tfds
+from moelib.data.tfds import import_tfds
 
 
 def write_corpus(texts: Iterable[str], data_dir: str, file_format: str = "array_record") -> str:

@@ -2,8 +2,9 @@
 
 import pytest
 
-from moelib.data.tokenizer import ByteTokenizer, PublishedTokenizer, Tokenizer
+from moelib.data.tokenizer import ByteTokenizer, Tokenizer
 from moelib.evaluation.requests import encode_pairs, encode_texts
+from moelib.huggingface.published_tokenizer import PublishedTokenizer
 from tests.evaluation import folders
 
 

@@ -6,9 +6,8 @@ import pytest
 
 from moelib.cli import main
 from moelib.core.errors import UserError
-from moelib.data import tfds_source
-from moelib.data.tfds_import import import_tensorflow, import_tfds
-from moelib.data.tfds_source import TFDSSource
+from moelib.data import tfds as tfds_source
+from moelib.data.tfds import TFDSSource, import_tensorflow, import_tfds
 from tests.data.tfds_corpus import write_corpus
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TFDS uses deprecated functions.
