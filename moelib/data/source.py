@@ -15,6 +15,8 @@ from typing import Any, ClassVar, Protocol
 from moelib.core.config import REQUIRED, Configurable, config_class
 from moelib.core.errors import UserError
 
+_TEXTS_PER_PART = 64
+
 
 class BadRecordError(UserError):
     """A record without a document, such as a broken line of JSON."""
@@ -126,11 +128,10 @@ class InMemorySource(Source):
     @config_class
     class Config(Source.Config):
         texts: Sequence[str] = REQUIRED  # One per document.
-        documents_per_part: int = 64  # Documents that one worker process reads at a time.
 
     def parts(self) -> Sequence[Part]:
         """Returns the texts in groups."""
-        texts, size = tuple(self.config.texts), self.config.documents_per_part
+        texts, size = tuple(self.config.texts), _TEXTS_PER_PART
         if not texts:
             raise UserError("InMemorySource has no documents; set texts to at least one.")
         return [TextsPart(texts[i : i + size]) for i in range(0, len(texts), size)]

@@ -14,9 +14,9 @@ from moelib.data.tokenizer import ByteTokenizer
 TEXTS = [f"text number {i}" for i in range(200)]
 
 
-def _source(texts: list[str], documents_per_part: int = 50) -> InMemorySource:
+def _source(texts: list[str]) -> InMemorySource:
     cfg = InMemorySource.default_config()
-    return cfg.set(texts=texts, documents_per_part=documents_per_part).instantiate()
+    return cfg.set(texts=texts).instantiate()
 
 
 def test_a_tokenizer_is_trained_once_and_one_of_another_size_is_refused(tmp_path, capsys):
@@ -74,7 +74,7 @@ def test_a_sample_or_share_comes_from_all_over_and_has_the_asked_size():
     source = _source(texts)
     sample = list(sample_documents(source, 400))
     assert len(sample) == 100
-    assert len({int(text) // 50 for text in sample}) == 20
+    assert len({int(text) // 64 for text in sample}) == 15  # Parts, of 16.
     assert sample == list(sample_documents(source, 400))
     assert sorted(sample_documents(source, 10_000)) == texts
     taken = [int(text) for text in spread(texts, 0.1)]

@@ -16,6 +16,7 @@ from moelib.core.config import config_class
 from moelib.core.errors import UserError
 from moelib.data import prepare as prepare_module
 from moelib.data import prepare_part
+from moelib.data import source as source_module
 from moelib.data.json_lines import JsonLines
 from moelib.data.prepare import prepare
 from moelib.data.source import BadRecordError, BadRecords, InMemorySource, Part, Source
@@ -26,9 +27,16 @@ from moelib.runtime.directory_lock import DirectoryInUseError, directory_lock
 TEXTS = [f"Text number {i}, " * (1 + i % 5) for i in range(40)]
 
 
-def _source(texts: list[str], documents_per_part: int = 10) -> InMemorySource:
+@pytest.fixture(autouse=True)
+def _ten_texts_per_part() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(source_module, "_TEXTS_PER_PART", 10)
+        yield
+
+
+def _source(texts: list[str]) -> InMemorySource:
     cfg = InMemorySource.default_config()
-    return cfg.set(texts=texts, documents_per_part=documents_per_part).instantiate()
+    return cfg.set(texts=texts).instantiate()
 
 
 BYTES = ByteTokenizer.default_config().instantiate()

@@ -9,11 +9,10 @@ from moelib.data.tables import Tables
 
 
 def test_documents_come_in_order_whatever_the_parts():
-    texts = [f"document {i}" for i in range(10)]
-    for size in (1, 3, 100):
-        source = InMemorySource.default_config().set(texts=texts, documents_per_part=size)
-        assert list(source.instantiate().documents()) == texts
-    assert len(source.set(documents_per_part=4).instantiate().parts()) == 3
+    texts = [f"document {i}" for i in range(130)]
+    source = InMemorySource.default_config().set(texts=texts).instantiate()
+    assert list(source.documents()) == texts
+    assert [len(part.texts) for part in source.parts()] == [64, 64, 2]
 
 
 def test_fingerprint_depends_on_the_texts():

@@ -150,7 +150,7 @@ def test_a_vocabulary_beyond_the_models_is_refused(files):
 
 
 def test_a_buffer_of_one_keeps_the_order_of_the_source():
-    source = InMemorySource.default_config().set(texts=TEXTS, documents_per_part=7)
+    source = InMemorySource.default_config().set(texts=TEXTS)
     iterator = _config("unused", source=source, shuffle_buffer=1).instantiate().iterator()
     batches = [next(iterator) for _ in range(1 + sum(map(len, TEXTS)) // 64)]
     assert _documents(batches)[: len(TEXTS)] == TEXTS
