@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib
+import pkgutil
 import re
 import shlex
 
@@ -106,3 +107,10 @@ def test_every_name_on_the_page_is_in_the_code():
     for name in NAMES:
         literals = [part for part in re.split("/|<[a-z]+>", name) if part]
         assert set(literals) <= parts, name
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_modules_and_classes_in_the_text_exist(name):
+    dotted = r"(?<![\w:./])moelib(?:\.\w+)+(?::\w+)?"  # A log line begins with "WARNING:".
+    for found in set(re.findall(dotted, blocks.text(name))):
+        pkgutil.resolve_name(found)

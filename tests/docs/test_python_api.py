@@ -47,11 +47,9 @@ def test_config():
 
 
 def test_generate(trainer_dir, capsys):
-    # --8<-- [start:generate]
     model = moelib.load_model(trainer_dir)
     for completion in moelib.generate(model, ["document number"], max_new_tokens=8, seed=1):
         print(completion.text, completion.tokens)
-    # --8<-- [end:generate]
     assert capsys.readouterr().out.endswith("]\n")
 
 
