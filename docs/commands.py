@@ -1,10 +1,13 @@
 """The sections of the CLI reference, from the flags and docstrings of the commands."""
 
 import textwrap
+from collections.abc import Sequence
 
 from benchmarks import __main__ as benchmarks
 from moelib.cli.main import Command, describe_commands
-from moelib.runtime.command_line import describe_flags
+from moelib.runtime.command_line import FlagInfo, describe_flags
+
+_TRAIN = "moelib train"
 
 
 def commands() -> dict[str, Command]:
@@ -16,11 +19,22 @@ def commands() -> dict[str, Command]:
 
 
 def sections() -> str:
-    """Returns a section for each command: its description, and a table of its flags."""
-    return "\n".join(
-        f"## {name}\n\n{command.summary}\n\n{_as_markdown(command.text)}\n{_flag_table(command)}"
-        for name, command in commands().items()
-    )
+    """Returns a section for each command: its description, and its flags.
+
+    Flags that equal those of `moelib train` are described there alone.
+    """
+    found = commands()
+    shared = found[_TRAIN].flags
+    parts = []
+    for name, command in found.items():
+        flags = [flag for flag in command.flags if name == _TRAIN or flag not in shared]
+        others = [f"`--{flag.name}`" for flag in command.flags if flag not in flags]
+        parts.append(f"## {name}\n\n{command.summary}\n\n{_as_markdown(command.text)}")
+        parts.append(_flag_table(flags))
+        if others:
+            text = f"Flags of [{_TRAIN}](#{_TRAIN.replace(' ', '-')}): {', '.join(others)}."
+            parts.append(textwrap.fill(text, 120, break_long_words=False) + "\n")
+    return "\n".join(parts)
 
 
 def _as_markdown(docstring: str) -> str:
@@ -35,10 +49,10 @@ def _as_markdown(docstring: str) -> str:
     return "\n".join(lines)
 
 
-def _flag_table(command: Command) -> str:
-    """Returns a Markdown table of a command's flags."""
+def _flag_table(flags: Sequence[FlagInfo]) -> str:
+    """Returns a Markdown table of flags."""
     lines = ["| Flag | Type | Default | Meaning |", "| --- | --- | --- | --- |"]
-    for flag in command.flags:
+    for flag in flags:
         name = f"`--{flag.name}`" + (f", `-{flag.short}`" if flag.short else "")
         kind = flag.kind.replace("|", ", ")
         kind += f", at least {flag.lower_bound}" if flag.lower_bound is not None else ""
