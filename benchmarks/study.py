@@ -7,7 +7,7 @@ steps that are measured side by side, whatever else the machine does during the 
 losses, scaling laws and comparisons of twins are written into a page, from the files of the runs.
 
     python -m benchmarks.study --estimate              # measure a step of each model, and multiply
-    python -m benchmarks.study --page=docs/study.md    # fetch, train, analyze, write
+    python -m benchmarks.study                         # fetch, train, analyze, write
     python -m benchmarks.study --scale=10              # ten times the FLOPs of every run
 """
 

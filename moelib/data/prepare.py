@@ -39,8 +39,8 @@ from moelib.data.store_check import hash_blocks
 from moelib.data.token_store import StoreMeta, TokenStore
 from moelib.data.tokenizer import Tokenizer
 from moelib.runtime import storage
-from moelib.runtime.directory_lock import LOCK_FILE, directory_lock
 from moelib.runtime.files import read_json, sync_folder, write_json
+from moelib.runtime.lock import LOCK_FILE, directory_lock
 from moelib.runtime.progress import Progress, format_bytes
 
 logger = logging.getLogger(__name__)

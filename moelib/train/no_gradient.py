@@ -5,6 +5,7 @@ constant zeros in the traced step, which is where they are found: nothing is com
 """
 
 import logging
+import operator
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 
 from moelib.core import tree
-from moelib.core.jaxpr import inner_jaxprs
+from moelib.core.jaxpr import evaluate, inner_jaxprs
 from moelib.core.tree import Nested
 
 logger = logging.getLogger(__name__)
@@ -50,33 +51,31 @@ _PRODUCTS = ("dot_general", "mul")
 def paths_without_gradient(jaxpr: Any) -> set[str]:
     """Returns the path of each tagged gradient that is a constant zero."""
     paths: set[str] = set()
-    _zero_outputs(jaxpr, paths)
-    return paths
 
-
-def _zero_outputs(jaxpr: Any, paths: set[str]) -> list[bool]:
-    """Returns which outputs are constant zeros, and adds the paths of tagged ones to `paths`."""
-    zeros: set[Any] = set()
-
-    def is_zero(x: Any) -> bool:
-        return bool(np.all(x.val == 0)) if isinstance(x, Literal) else x in zeros
-
-    for eqn in jaxpr.eqns:
-        floats = [x for x in eqn.invars if jnp.issubdtype(x.aval.dtype, jnp.floating)]
-        kind = eqn.primitive.name
-        zero_sum = kind in _SUMS and floats and all(map(is_zero, floats))
-        if zero_sum or (kind in _PRODUCTS and any(map(is_zero, floats))):
-            zeros.update(eqn.outvars)
+    def rule(eqn: Any, zeros: list[bool]) -> list[bool]:
+        pairs = zip(eqn.invars, zeros, strict=True)
+        floats = [zero for v, zero in pairs if jnp.issubdtype(v.aval.dtype, jnp.floating)]
+        kind, num_results = eqn.primitive.name, len(eqn.outvars)
+        zero_sum = kind in _SUMS and floats and all(floats)
+        if zero_sum or (kind in _PRODUCTS and any(floats)):
             name = str(eqn.params.get("name", ""))
             if name.startswith(_TAG):
                 paths.add(name.removeprefix(_TAG))
+            return [True] * num_results
+        found = [False] * num_results
         for inner in inner_jaxprs(eqn):  # Gradients of micro-batches are inside a scan.
-            outputs = _zero_outputs(inner.jaxpr, paths)
+            outputs = zero_outputs(inner.jaxpr)
             # A scan's carry and stacked results, or the results of a wrapped function.
-            whole = inner.trip_count and len(outputs) == len(eqn.outvars)
-            if whole and kind != "cond":
-                zeros.update(x for x, zero in zip(eqn.outvars, outputs, strict=True) if zero)
-    return [is_zero(x) for x in jaxpr.outvars]
+            if inner.trip_count and len(outputs) == num_results and kind != "cond":
+                found = list(map(operator.or_, found, outputs))
+        return found
+
+    def zero_outputs(jaxpr: Any) -> list[bool]:
+        return evaluate(jaxpr, [False] * len(jaxpr.invars), rule, is_zero)
+
+    is_zero = lambda v: isinstance(v, Literal) and bool(np.all(v.val == 0))
+    zero_outputs(jaxpr)
+    return paths
 
 
 def warn_without_gradient(jaxpr: Any, num_trained: int) -> None:

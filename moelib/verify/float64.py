@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# Primitives that compute their inner jaxpr once.
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2",
-          "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")  # fmt: skip
+from moelib.core.jaxpr import called_by, evaluate
+
 _WIDE = {np.dtype("float32"): np.dtype("float64")}
 
 
@@ -34,21 +33,14 @@ def in_float64(fn: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
 
 
 def _evaluate(closed: Any, arguments: Sequence[Any]) -> list[Any]:
-    jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
-    values: dict[Any, Any] = {}
-    for var, value in zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True):
-        values[var] = _widened(value)
-    read = lambda atom: _widened(atom.val) if hasattr(atom, "val") else values[atom]
-    for eqn in jaxpr.eqns:
-        outs = _apply(eqn, [read(atom) for atom in eqn.invars])
-        values.update(zip(eqn.outvars, map(_widened, outs), strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    return list(map(_widened, evaluate(closed, list(map(_widened, arguments)), _apply)))
 
 
 def _apply(eqn: Any, inputs: list[Any]) -> list[Any]:
     name, params = eqn.primitive.name, eqn.params
-    if name in _CALLS:
-        return _evaluate(params.get("jaxpr") or params["call_jaxpr"], inputs)
+    inputs = list(map(_widened, inputs))
+    if inner := called_by(eqn):
+        return _evaluate(inner, inputs)
     if name in ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"):
         kept = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
         return [getattr(lax, name.replace("-", "_"))(*inputs, **{key: params[key] for key in kept})]
@@ -57,7 +49,7 @@ def _apply(eqn: Any, inputs: list[Any]) -> list[Any]:
     else:
         params = {key: _wide(value) for key, value in params.items()}
     outs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
-    return outs if eqn.primitive.multiple_results else [outs]
+    return list(map(_widened, outs if eqn.primitive.multiple_results else [outs]))
 
 
 def _wide(value: Any) -> Any:

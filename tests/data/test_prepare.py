@@ -22,7 +22,7 @@ from moelib.data.prepare import prepare
 from moelib.data.source import BadRecordError, BadRecords, InMemorySource, Part, Source
 from moelib.data.token_store import TokenStore
 from moelib.data.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer, train_bpe
-from moelib.runtime.directory_lock import DirectoryInUseError, directory_lock
+from moelib.runtime.lock import DirectoryInUseError, directory_lock
 
 TEXTS = [f"Text number {i}, " * (1 + i % 5) for i in range(40)]
 

@@ -6,8 +6,8 @@ import os
 import pytest
 
 from moelib.runs.folder import EVENTS_FILE, RunFolder
-from moelib.runtime.directory_lock import DirectoryInUseError
-from moelib.runtime.directory_lock import directory_lock as lock
+from moelib.runtime.lock import DirectoryInUseError
+from moelib.runtime.lock import directory_lock as lock
 from moelib.tasks.fit import fit
 from tests import tiny
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from moelib.core.jaxpr import inner_jaxprs
+from moelib.core.jaxpr import called_by, evaluate, inner_jaxprs, num_consts_and_carries
 from moelib.parallel.auto_sharding.rules import (
     DimensionRule,
     Names,
@@ -35,16 +35,6 @@ ALIASES = (
     "optimization_barrier",
     "reduce_precision",
     "sharding_constraint",
-)
-_CALLS = (
-    "closed_call",
-    "core_call",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "jit",
-    "pjit",
-    "remat2",
-    "checkpoint",
 )
 
 
@@ -164,14 +154,8 @@ class Analysis:
 
     def run(self, jaxpr: Any, arguments: Sequence[Value], times: int = 1) -> list[Value]:
         """Joins the dimensions of a jaxpr that runs `times` times; returns its results."""
-        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        values = dict(zip(jaxpr.invars, arguments, strict=True))
-        values |= {variable: self.new_value(variable) for variable in jaxpr.constvars}
-        read = lambda v: self.new_value(v) if isinstance(v, Literal) else values[v]
-        for eqn in jaxpr.eqns:
-            results = self._equation(eqn, list(map(read, eqn.invars)), times)
-            values |= dict(zip(eqn.outvars, results, strict=True))
-        return list(map(read, jaxpr.outvars))
+        rule = lambda eqn, operands: self._equation(eqn, operands, times)
+        return evaluate(jaxpr, arguments, rule, self.new_value)
 
     def _equation(self, eqn: Any, operands: list[Value], times: int) -> list[Value]:
         name = eqn.primitive.name
@@ -180,10 +164,8 @@ class Analysis:
         nested = {"scan": self._scan, "while": self._while, "cond": self._cond}
         if enter := (nested | {"shard_map": self._shard_map}).get(name):
             return enter(eqn, operands, times)
-        if name in _CALLS:
-            for inner in inner_jaxprs(eqn):
-                if len(inner.jaxpr.invars) == len(operands):
-                    return self.run(inner.jaxpr, operands, times)
+        if inner := called_by(eqn):
+            return self.run(inner, operands, times)
         rule = rule_of(eqn, self.num_shards)
         if rule is None:
             self.unknown[operation_name(eqn)] += 1
@@ -208,7 +190,8 @@ class Analysis:
     def _scan(self, eqn: Any, operands: list[Value], times: int) -> list[Value]:
         """A loop over leading dimensions, which are not sharded."""
         body, length = next(inner_jaxprs(eqn)).jaxpr, eqn.params["length"]
-        num_fixed, num_carried = split_of_scan(eqn)
+        num_consts, num_carried = num_consts_and_carries(eqn)
+        num_fixed = num_consts + num_carried
         is_trained = any(each.is_trained for each in operands)
         arguments = [
             value._replace(
@@ -220,7 +203,7 @@ class Analysis:
         self._values |= {each.dims for each in arguments}
         self._fixed.extend(value.dims[0] for value in operands[num_fixed:])
         results = self.run(body, arguments, times * length)
-        self._join_values(arguments[num_fixed - num_carried : num_fixed], results[:num_carried])
+        self._join_values(arguments[num_consts:num_fixed], results[:num_carried])
         for i in range(num_carried, len(results)):
             self._fixed.append(self._new_dim(length))
             results[i] = results[i]._replace(dims=(self._fixed[-1], *results[i].dims))
@@ -241,8 +224,7 @@ class Analysis:
         leave with the shardings that it declares.
         """
         body, params = next(inner_jaxprs(eqn)).jaxpr, eqn.params
-        manual = params.get("newly_manual_axes", params.get("manual_axes", ()))  # JAX renamed it.
-        is_manual = self.axis in manual
+        is_manual = self.axis in params["newly_manual_axes"]
 
         def connect(outer: Value, inner: Value, spec: Any) -> None:
             entries = [*mesh_axes_of(spec), *((),) * (len(outer.dims) - len(spec))]
@@ -319,13 +301,6 @@ class Analysis:
                     note("all-reduce", value.source, dim, _num_bytes(variable))
 
 
-def split_of_scan(eqn: Any) -> tuple[int, int]:
-    """Returns the numbers of operands that a scan does not slice, and of those that it carries."""
-    body = next(inner_jaxprs(eqn)).jaxpr
-    num_fixed = sum(map(_equal_ranks, body.invars, eqn.invars))
-    return num_fixed, sum(map(_equal_ranks, body.outvars, eqn.outvars))
-
-
 def _barrier(eqn: Any) -> DimensionRule:
     """An operation that needs its operands whole."""
     operands, results = (
@@ -335,10 +310,6 @@ def _barrier(eqn: Any) -> DimensionRule:
     return DimensionRule(
         operands, results, {name for each in (*operands, *results) for name in each}
     )
-
-
-def _equal_ranks(a: Any, b: Any) -> bool:
-    return len(a.aval.shape) == len(b.aval.shape)
 
 
 def _is_float(variable: Any) -> bool:

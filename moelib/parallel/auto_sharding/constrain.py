@@ -1,15 +1,15 @@
 """Parameters stored by FSDP, gathered where the computation reads them."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Literal
 from jax.sharding import AxisType, PartitionSpec
 
 from moelib.core.errors import UserError
-from moelib.core.jaxpr import bind
-from moelib.parallel.auto_sharding.classes import ALIASES, split_of_scan
+from moelib.core.jaxpr import bind, bind_scan, evaluate, num_consts_and_carries
+from moelib.parallel.auto_sharding.classes import ALIASES
 from moelib.parallel.sharding import current_mesh, keep_axes
 
 
@@ -37,70 +37,69 @@ def constrain_at_use(fn: Callable[..., Any], use_specs: Any) -> Callable[..., An
         if current_mesh() is None:
             return fn(params, *args)
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(params, *args)
-        arguments = jax.tree.leaves((params, args))
         specs = [keep_axes(spec, mesh.auto_axes) for spec in jax.tree.leaves(use_specs)]
-        known = [*specs, *(None,) * (len(arguments) - len(specs))]
-        results = _evaluate(closed, arguments, known)
+        arguments = jax.tree.leaves((params, args))
+        specs += [None] * (len(arguments) - len(specs))
+        results = _evaluate(closed, arguments, specs)
         return jax.tree.unflatten(jax.tree.structure(shape), results)
 
     return constrained
 
 
-def _evaluate(closed: Any, args: Sequence[Any], known: Sequence[PartitionSpec | None]) -> list[Any]:
+class _Stored:
+    """A parameter as it is stored, which is gathered where it is first read."""
+
+    def __init__(self, array: Any, spec: PartitionSpec) -> None:
+        self.array, self.spec = array, spec
+
+    @functools.cached_property
+    def gathered(self) -> Any:
+        return jax.lax.with_sharding_constraint(self.array, self.spec)
+
+
+def _gathered(value: Any) -> Any:
+    return value.gathered if isinstance(value, _Stored) else value
+
+
+def _evaluate(jaxpr: Any, args: Sequence[Any], specs: Sequence[PartitionSpec | None]) -> list[Any]:
     """Evaluates a jaxpr; arguments with a spec are constrained where they are read."""
-    jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-    specs = {v: spec for v, spec in zip(jaxpr.invars, known, strict=True) if spec is not None}
-    gathered: dict[Any, Any] = {}
-    stored = lambda v: v.val if isinstance(v, Literal) else values[v]
-
-    def used(v: Any) -> Any:
-        if isinstance(v, Literal) or v not in specs:
-            return stored(v)
-        if v not in gathered:
-            gathered[v] = jax.lax.with_sharding_constraint(values[v], specs[v])
-        return gathered[v]
-
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        inner = [None if isinstance(v, Literal) else specs.get(v) for v in eqn.invars]
-        is_parameter = any(spec is not None for spec in inner)
-        if is_parameter and name == "scan":
-            results = _scan(eqn, list(map(stored, eqn.invars)), inner)
-        elif is_parameter and name in ("jit", "remat2", "checkpoint"):
-            results = _call(eqn, list(map(stored, eqn.invars)), inner)
-        elif name in ALIASES and inner[0] is not None:
-            results = bind(eqn, [stored(eqn.invars[0])])
-            specs[eqn.outvars[0]] = inner[0]
-        else:
-            results = bind(eqn, list(map(used, eqn.invars)))
-        values |= dict(zip(eqn.outvars, results, strict=True))
-    return [used(v) for v in jaxpr.outvars]
+    pairs = zip(args, specs, strict=True)
+    values = [array if spec is None else _Stored(array, spec) for array, spec in pairs]
+    return list(map(_gathered, evaluate(jaxpr, values, _rule)))
 
 
-def _call(eqn: Any, args: list[Any], known: Sequence[PartitionSpec | None]) -> list[Any]:
-    body, params = lambda *args: _evaluate(eqn.params["jaxpr"], args, known), eqn.params
-    if eqn.primitive.name != "jit":
-        body = jax.checkpoint(body, policy=params["policy"], prevent_cse=params["prevent_cse"])
-    return body(*args)
+def _rule(eqn: Any, operands: list[Any]) -> list[Any]:
+    name = eqn.primitive.name
+    specs = [each.spec if isinstance(each, _Stored) else None for each in operands]
+    if all(spec is None for spec in specs):
+        return bind(eqn, operands)
+    arrays = [each.array if isinstance(each, _Stored) else each for each in operands]
+    if name == "scan":
+        return _scan(eqn, arrays, specs)
+    if name == "jit":
+        return _evaluate(eqn.params["jaxpr"], arrays, specs)
+    if name == "remat2":
+        body = lambda *args: _evaluate(eqn.params["jaxpr"], args, specs)
+        options = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
+        return jax.checkpoint(body, **options)(*arrays)
+    if name in ALIASES and specs[0] is not None:
+        (copy,) = bind(eqn, arrays)
+        return [_Stored(copy, specs[0])]
+    return bind(eqn, list(map(_gathered, operands)))
 
 
-def _scan(eqn: Any, args: list[Any], known: Sequence[PartitionSpec | None]) -> list[Any]:
-    num_fixed, num_carried = split_of_scan(eqn)
-    consts, carry, entries = (
-        args[: num_fixed - num_carried],
-        args[num_fixed - num_carried : num_fixed],
-        args[num_fixed:],
-    )
+def _scan(eqn: Any, args: list[Any], specs: Sequence[PartitionSpec | None]) -> list[Any]:
+    num_consts, num_carries = num_consts_and_carries(eqn)
+    num_whole = num_consts + num_carries
     inside = [
-        spec if spec is None or i < num_fixed else PartitionSpec(*spec[1:])
-        for i, spec in enumerate(known)
+        spec if spec is None or i < num_whole else PartitionSpec(*spec[1:])
+        for i, spec in enumerate(specs)
     ]
 
-    def step(carry: Any, entries: Any) -> Any:
-        results = _evaluate(eqn.params["jaxpr"], [*consts, *carry, *entries], inside)
-        return results[:num_carried], results[num_carried:]
+    def step(carry: Any, xs: Any) -> Any:
+        operands = [*args[:num_consts], *carry, *xs]
+        results = _evaluate(eqn.params["jaxpr"], operands, inside)
+        return results[:num_carries], results[num_carries:]
 
-    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-    carry, outputs = jax.lax.scan(step, carry, entries, **options)
+    carry, outputs = bind_scan(eqn, step, args[num_consts:num_whole], args[num_whole:])
     return [*carry, *outputs]

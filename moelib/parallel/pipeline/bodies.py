@@ -1,13 +1,13 @@
-"""Operations of a jaxpr, whole or in part: of equations, and of the bodies of some of them.
+"""Operations of a jaxpr: equations, and parts of the bodies of loops and of `shard_map`.
 
-Values may be entries of buffers, of which a scan reads a slice per turn, and into which it writes
-its stacked results in place.
+Values may be entries of buffers: a scan reads a slice of them in each iteration, and writes its
+stacked results into them in place.
 """
 
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, override
 
 import jax
 import jax.numpy as jnp
@@ -16,191 +16,230 @@ from jax.extend.core import Literal
 
 from moelib.core.jaxpr import (
     bind,
+    bind_scan,
     bind_shard_map,
+    evaluate,
     name_scope_of,
     num_consts_and_carries,
-    shard_map_axes,
 )
 from moelib.parallel.pipeline.buffers import Entry, is_entry, read
 
 
-class Piece(NamedTuple):
-    """A part of a body: its operations, and variables of the body that it reads and returns."""
-
-    body: "_Scan"
-    captured: Mapping[Any, Any]  # Values of variables.
-    operations: Sequence["Operation"]
-    consts: Sequence[Any]
-    carries: Sequence[Any]
-    each: Sequence[Any]
-    given: Sequence[Any]  # Values of the other part.
-    results: Sequence[int]  # Indices of the body's results, carries first.
-    made: Sequence[Any]  # Values for the other part.
-
-    @property
-    def returned(self) -> list[Any]:
-        """All that it returns."""
-        return [*(self.body.jaxpr.outvars[i] for i in self.results), *self.made]
-
-    def operation(self, inputs: Any, outputs: Any, eqn: Any = None) -> "Operation":
-        """Returns it as an operation on values from outside of the body."""
-        return Operation(inputs, outputs, functools.partial(self.body.run, self), eqn, self)
-
-    def turn(self, consts: Sequence[Any], carry: Sequence[Any], each: Sequence[Any]) -> Any:
-        """Returns the carries after a turn, and its other results."""
-        names = [*self.consts, *self.carries, *self.each, *self.given]
-        values = dict(zip(names, [*consts, *carry, *each], strict=True))
-        found = run(self.operations, {**self.captured, **values}, self.returned)
-        return found[: len(carry)], found[len(carry) :]
-
-
 class Operation(NamedTuple):
-    """An equation of a jaxpr, or a part of one."""
+    """An equation of a jaxpr, or a part of one that has a body."""
 
     inputs: Sequence[Any]  # Variables and literals.
     outputs: Sequence[Any]  # Variables.
-    run: Callable[..., Sequence[Any]]  # Of the values of inputs, and the entries of stacked ones.
-    eqn: Any = None  # None for a part.
-    piece: Any = None  # Of a body, if it has one.
+    run: Callable[..., Sequence[Any]]  # Function of the inputs, and entries for stacked outputs.
+    eqn: Any = None  # None for a part of an equation.
+    part: "BodyPart | None" = None  # The body of a scan, or a part of any body.
 
     @property
     def kind(self) -> str:
-        """The name of its primitive."""
+        """The name of its primitive; "" for a part of an equation."""
         return "" if self.eqn is None else self.eqn.primitive.name
 
     @property
-    def turns(self) -> int:
-        """The number of turns of a scan, otherwise 0."""
-        is_scan = self.piece is not None and type(self.piece.body) is _Scan
-        return self.piece.body.eqn.params["length"] if is_scan else 0
+    def scan(self) -> "BodyPart | None":
+        """The body of a scan, or its part; None if there is no iteration."""
+        return self.part if self.part is not None and self.part.body.length else None
 
     @property
     def stacked(self) -> Sequence[Any]:
-        """The outputs of a scan that have a value per turn."""
-        return self.outputs[len(self.piece.carries) :] if self.turns else ()
+        """The outputs of a scan that have one value per iteration."""
+        return self.outputs[len(self.scan.carries) :] if self.scan else ()
 
 
-class _Scan:
-    """The body of a scan: variables are constants, carries, and others with one value per turn."""
+class BodyPart(NamedTuple):
+    """A part of a body: operations that compute some of its results.
 
-    repeats = False  # Whether the second part repeats what both need.
+    Variables are those of the body. If a body has two parts, the first saves values in each
+    iteration, or on each device, which the second reads there.
+    """
 
-    def __init__(self, eqn: Any, body: Any = None) -> None:
-        self.eqn, body = eqn, body or eqn.params["jaxpr"]
-        self.jaxpr = getattr(body, "jaxpr", body)
-        captured = getattr(body, "consts", ())
+    body: "Body"
+    captured: Mapping[Any, Any]  # Values of constants, by variable.
+    operations: Sequence[Operation]
+    consts: Sequence[Any]  # Variables that have the same value in each iteration.
+    carries: Sequence[Any]  # Variables that an iteration passes to the next.
+    xs: Sequence[Any]  # Variables that have one value per iteration or device.
+    results: Sequence[int]  # Indices of the body's results that this part computes, carries first.
+    loads: Sequence[Any] = ()  # Variables whose values the first part has saved.
+    saves: Sequence[Any] = ()  # Variables whose values the second part loads.
+
+    def operation(self, inputs: Any, outputs: Any, eqn: Any = None) -> Operation:
+        """Returns the part as an operation on variables outside of the body."""
+        return Operation(inputs, outputs, functools.partial(self.body.run, self), eqn, self)
+
+    @property
+    def returned(self) -> list[Any]:
+        """The variables that an iteration returns: results, then saved values."""
+        return [*(self.body.jaxpr.outvars[i] for i in self.results), *self.saves]
+
+    def iteration(self, consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]) -> Any:
+        """Returns the carries after an iteration, and its other results and saved values."""
+        names = [*self.consts, *self.carries, *self.xs, *self.loads]
+        values = dict(zip(names, [*consts, *carry, *xs], strict=True))
+        results = run(self.operations, {**self.captured, **values}, self.returned)
+        return results[: len(carry)], results[len(carry) :]
+
+
+class Body:
+    """The body of an equation, and the operands that its variables stand for.
+
+    The operands of a part are those of its constants, carries and `xs`, then loaded values.
+    """
+
+    # Whether the second part repeats operations of the first, which cannot save values for it.
+    repeats = False
+    length = 0  # Iterations of a scan; 0 for other bodies.
+
+    def __init__(self, eqn: Any, jaxpr: Any, num_consts: int, num_carries: int) -> None:
+        self.eqn, self.jaxpr = eqn, getattr(jaxpr, "jaxpr", jaxpr)
+        captured = getattr(jaxpr, "consts", ())
         self.captured = dict(zip(self.jaxpr.constvars, captured, strict=True))
-        num_consts, self.num_carry = self.sizes()
-        num, names = num_consts + self.num_carry, list(self.jaxpr.invars)
-        self.consts, self.carries, self.each = (
-            names[:num_consts],
-            names[num_consts:num],
-            names[num:],
-        )
-        self.operands = dict(zip(names, eqn.invars[len(eqn.invars) - len(names) :], strict=True))
-        self.tested = set[Any]()  # Variables that every part reads.
+        names, num_whole = list(self.jaxpr.invars), num_consts + num_carries
+        self.consts = names[:num_consts]
+        self.carries = names[num_consts:num_whole]
+        self.xs = names[num_whole:]
+        self.operands = dict(zip(names, eqn.invars[-len(names) :] if names else (), strict=True))
+        self.always_read = set[Any]()  # Variables that every part reads.
 
-    def sizes(self) -> tuple[int, int]:
-        """Returns the numbers of constants and carries."""
-        return num_consts_and_carries(self.eqn)
+    def num_values(self, variable: Any) -> int:
+        """Returns the number of values that a saved variable has, one per iteration or device."""
+        raise NotImplementedError
 
-    def times(self, variable: Any) -> int:
-        """Returns the number of values that a variable has."""
-        del variable
-        return self.eqn.params["length"]
+    def run(
+        self, part: BodyPart, operands: Sequence[Any], into: Sequence[Entry | None] = ()
+    ) -> Any:
+        """Returns the carries after the last iteration of a part, and its other results.
 
-    def run(self, piece: Piece, operands: Sequence[Any], into: Sequence[Entry | None] = ()) -> Any:
-        """Returns the carries after a piece, and the other results of all turns.
-
-        Those with an entry in `into` are written there, and returned as the buffer after it.
+        Stacked results with an entry in `into` are written there; the buffer after the writes is
+        returned in their place.
         """
-        num, num_whole = len(piece.consts), len(piece.consts) + len(piece.carries)
-        consts, start = read(operands[:num]), read(operands[num:num_whole])
-        each, length = operands[num_whole:], self.eqn.params["length"]
-        into = into or [None] * (len(piece.returned) - len(piece.carries))
+        raise NotImplementedError
 
-        def step(state: Any, given: Any) -> Any:
-            (carry, buffers), (i, arrays) = state, given
-            value = lambda x, array: x.inside(i).read() if is_entry(x) else array
-            carry, made = piece.turn(consts, carry, list(map(value, each, arrays)))
-            after = lambda at, array, x: at and at.inside(i, array).write(x)
-            rest = [None if at else x for at, x in zip(into, made, strict=True)]
-            return (carry, list(map(after, into, buffers, made))), rest
 
-        first = start, [at and at.array for at in into]
-        arrays = [None if is_entry(x) else x for x in each]
-        options = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
+class ScanBody(Body):
+    """The body of a scan."""
+
+    def __init__(self, eqn: Any) -> None:
+        super().__init__(eqn, eqn.params["jaxpr"], *num_consts_and_carries(eqn))
+        self.length = eqn.params["length"]
+
+    @override
+    def num_values(self, variable: Any) -> int:
+        del variable
+        return self.length
+
+    @override
+    def run(
+        self, part: BodyPart, operands: Sequence[Any], into: Sequence[Entry | None] = ()
+    ) -> Any:
+        num_consts, num_whole = len(part.consts), len(part.consts) + len(part.carries)
+        consts, start = read(operands[:num_consts]), read(operands[num_consts:num_whole])
+        xs = operands[num_whole:]
+        into = into or [None] * (len(part.returned) - len(part.carries))
+
+        def step(state: Any, inputs: Any) -> Any:
+            (carry, buffers), (i, arrays) = state, inputs
+            slices = [
+                x.inside(i).read() if is_entry(x) else array
+                for x, array in zip(xs, arrays, strict=True)
+            ]
+            carry, results = part.iteration(consts, carry, slices)
+            buffers = [
+                entry and entry.inside(i, buffer).write(result)
+                for entry, buffer, result in zip(into, buffers, results, strict=True)
+            ]
+            stacked = [
+                None if entry else result for entry, result in zip(into, results, strict=True)
+            ]
+            return (carry, buffers), stacked
+
+        arrays = [None if is_entry(x) else x for x in xs]
+        indices = jnp.arange(self.length)
+        first = start, [entry and entry.array for entry in into]
         with name_scope_of(self.eqn):
-            (carry, buffers), made = lax.scan(step, first, (jnp.arange(length), arrays), **options)
-        return [*carry, *(x if a is None else a for a, x in zip(buffers, made, strict=True))]
+            (carry, buffers), stacked = bind_scan(self.eqn, step, first, (indices, arrays))
+        pairs = zip(buffers, stacked, strict=True)
+        return [*carry, *(array if buffer is None else buffer for buffer, array in pairs)]
 
 
-class _While(_Scan):
-    """The body of a loop of unknown length, which cannot keep a value per turn."""
+class WhileBody(Body):
+    """The body of a loop of unknown length, which cannot save one value per iteration.
+
+    Each part is a loop of its own with the same test. The constants of the test are among those of
+    the body; its carries have names of their own.
+    """
 
     repeats = True
 
     def __init__(self, eqn: Any) -> None:
-        super().__init__(eqn, eqn.params["body_jaxpr"])
-        test, num = eqn.params["cond_jaxpr"], eqn.params["cond_nconsts"]
-        self._test, names = test, list(test.jaxpr.invars)
-        self._names = dict(zip(self.carries, names[num:], strict=True))
-        self.consts += names[:num]
-        self.operands |= dict(zip(names[:num], eqn.invars[:num], strict=True))
-        inputs = [v for eqn in test.jaxpr.eqns for v in eqn.invars]
-        read = variables([*inputs, *test.jaxpr.outvars])
-        self.tested = {v for v, inside in self._names.items() if inside in read}.union(names[:num])
+        super().__init__(
+            eqn, eqn.params["body_jaxpr"], eqn.params["body_nconsts"], len(eqn.outvars)
+        )
+        self._test, num_consts = eqn.params["cond_jaxpr"], eqn.params["cond_nconsts"]
+        test = self._test.jaxpr
+        consts, carries = test.invars[:num_consts], test.invars[num_consts:]
+        self.consts = [*self.consts, *consts]
+        self.operands |= zip(consts, eqn.invars[:num_consts], strict=True)
+        self._in_test = dict(zip(self.carries, carries, strict=True))
+        tested = variables([*test.outvars, *(v for each in test.eqns for v in each.invars)])
+        self.always_read = {*consts, *(v for v, name in self._in_test.items() if name in tested)}
 
-    def sizes(self) -> tuple[int, int]:
-        return self.eqn.params["body_nconsts"], len(self.eqn.outvars)
-
-    def run(self, piece: Piece, operands: Sequence[Any], into: Any = ()) -> Any:
-        jaxpr, num = self._test.jaxpr, len(piece.consts)
-        known = self.captured | dict(zip(piece.consts, operands, strict=False))
+    @override
+    def run(self, part: BodyPart, operands: Sequence[Any], into: Any = ()) -> Any:
+        num_consts = len(part.consts)
+        consts, start = operands[:num_consts], operands[num_consts:]
 
         def test(carry: Any) -> Any:
-            inside = known | dict(zip(jaxpr.constvars, self._test.consts, strict=True))
-            names = [self._names[v] for v in piece.carries]
-            inside |= dict(zip(names, carry, strict=True))
-            return run(operations_of(jaxpr), inside, jaxpr.outvars)[0]
+            values = dict(zip(part.consts, consts, strict=True))
+            values |= zip(map(self._in_test.get, part.carries), carry, strict=True)
+            # The test does not read the carries that this part lacks.
+            return evaluate(self._test, list(map(values.get, self._test.jaxpr.invars)), bind)[0]
 
-        step = lambda carry: piece.turn(operands[:num], carry, ())[0]
+        step = lambda carry: part.iteration(consts, carry, ())[0]
         with name_scope_of(self.eqn):
-            return list(lax.while_loop(test, step, list(operands[num:])))
+            return list(lax.while_loop(test, step, list(start)))
 
 
-class _ShardMap(_Scan):
-    """The body of a `shard_map`; a value per device that varies has a new dimension."""
+class ShardMapBody(Body):
+    """The body of a `shard_map`; saved values that vary over devices get a leading dimension."""
 
-    def sizes(self) -> tuple[int, int]:
-        return 0, 0
+    def __init__(self, eqn: Any) -> None:
+        super().__init__(eqn, eqn.params["jaxpr"], num_consts=0, num_carries=0)
 
     def _axes(self, variable: Any) -> tuple[str, ...]:
-        manual = shard_map_axes(self.eqn)
+        """Returns the mesh axes over which a variable may vary."""
+        manual = self.eqn.params["newly_manual_axes"]
         if self.eqn.params["check_vma"]:
             manual = manual & variable.aval.manual_axis_type.varying
         return tuple(axis for axis in self.eqn.params["mesh"].axis_names if axis in manual)
 
-    def times(self, variable: Any) -> int:
+    @override
+    def num_values(self, variable: Any) -> int:
         return math.prod(self.eqn.params["mesh"].shape[axis] for axis in self._axes(variable))
 
-    def run(self, piece: Piece, operands: Sequence[Any], into: Any = ()) -> Any:
-        num, num_results, params = len(piece.each), len(piece.results), self.eqn.params
+    @override
+    def run(self, part: BodyPart, operands: Sequence[Any], into: Any = ()) -> Any:
+        num_xs, num_results, params = len(part.xs), len(part.results), self.eqn.params
+
+        def local(shards: Sequence[Any]) -> Any:
+            _, results = part.iteration(
+                (), (), [*shards[:num_xs], *(x[0] for x in shards[num_xs:])]
+            )
+            return [*results[:num_results], *(x[None] for x in results[num_results:])]
+
+        of_xs = dict(zip(self.xs, params["in_specs"], strict=True))
         specs = lambda variables: [jax.P(self._axes(v)) for v in variables]
-        of_inputs = dict(zip(self.each, params["in_specs"], strict=True))
-
-        def local(each: Sequence[Any]) -> Any:
-            own = [*each[:num], *(x[0] for x in each[num:])]
-            _, found = piece.turn((), (), own)
-            return [*found[:num_results], *(x[None] for x in found[num_results:])]
-
-        in_specs = *(of_inputs[v] for v in piece.each), *specs(piece.given)
-        out_specs = *(params["out_specs"][i] for i in piece.results), *specs(piece.made)
+        in_specs = *(of_xs[v] for v in part.xs), *specs(part.loads)
+        out_specs = *(params["out_specs"][i] for i in part.results), *specs(part.saves)
         with name_scope_of(self.eqn):
             return bind_shard_map(self.eqn, local, operands, in_specs=in_specs, out_specs=out_specs)
 
 
-BODIES = {"scan": _Scan, "shard_map": _ShardMap, "while": _While}
+BODIES = {"scan": ScanBody, "shard_map": ShardMapBody, "while": WhileBody}
 
 
 def run(
@@ -209,37 +248,49 @@ def run(
     results: Sequence[Any],
     into: Mapping[Any, Entry] | None = None,
 ) -> list[Any]:
-    """Returns results, given values or entries of them; `into` has entries of stacked ones."""
+    """Returns the values of variables.
+
+    Args:
+        operations: Operations that compute them, in order.
+        values: Known values by variable: arrays, or entries of buffers.
+        results: The variables, or literals.
+        into: Entries for stacked outputs of scans, by variable.
+    """
     values, into = dict(values), into or {}
     value = lambda v: v.val if isinstance(v, Literal) else values[v]
-    for each in operations:
-        operands = list(map(value, each.inputs))
-        if each.turns:
-            found = each.run(operands, list(map(into.get, each.stacked)))
+    for operation in operations:
+        operands = list(map(value, operation.inputs))
+        if operation.scan:
+            outputs = operation.run(operands, list(map(into.get, operation.stacked)))
         else:
-            found = each.run(read(operands))
-        values |= dict(zip(each.outputs, found, strict=True))
+            outputs = operation.run(read(operands))
+        values |= zip(operation.outputs, outputs, strict=True)
     return read(list(map(value, results)))
 
 
 def operations_of(jaxpr: Any) -> list[Operation]:
-    """Returns the equations of a jaxpr."""
-    return [
-        _scan(eqn)
-        if eqn.primitive.name == "scan"
-        else Operation(eqn.invars, eqn.outvars, functools.partial(bind, eqn), eqn)
-        for eqn in jaxpr.eqns
-    ]
+    """Returns the equations of a jaxpr; scans read and write entries."""
+    return [_scan(eqn) if eqn.primitive.name == "scan" else _equation(eqn) for eqn in jaxpr.eqns]
+
+
+def _equation(eqn: Any) -> Operation:
+    return Operation(eqn.invars, eqn.outvars, functools.partial(bind, eqn), eqn)
 
 
 def _scan(eqn: Any) -> Operation:
-    body, results = _Scan(eqn), range(len(eqn.outvars))
-    parts = operations_of(body.jaxpr), body.consts, body.carries, body.each
-    return Piece(body, body.captured, *parts, (), results, ()).operation(
-        eqn.invars, eqn.outvars, eqn
+    body = ScanBody(eqn)
+    part = BodyPart(
+        body,
+        body.captured,
+        operations_of(body.jaxpr),
+        body.consts,
+        body.carries,
+        body.xs,
+        results=range(len(eqn.outvars)),
     )
+    return part.operation(eqn.invars, eqn.outvars, eqn)
 
 
 def variables(values: Sequence[Any]) -> set[Any]:
-    """Returns those that are no literals."""
+    """Returns the variables among variables and literals."""
     return {v for v in values if not isinstance(v, Literal)}

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from moelib.parallel.pipeline.engine import AXIS
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.parallel.pipeline.ticks import ticks_of
-from moelib.parallel.pipeline.timeline import Costs, simulate, slot_time
 from moelib.planning.estimate.workload import Workload
+from moelib.planning.schedules import Costs, simulate, slot_time
 from moelib.train.pipeline import stage_sizes
 
 __all__ = ["AXIS", "Pipeline", "pipeline_of"]

@@ -1,21 +1,32 @@
-"""The passes of a pipeline schedule in time: dependencies, idle time, activations, a chart."""
+"""Pipeline schedules in time: idle time, activations, a chart, and a table that compares them."""
 
 import collections
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from moelib.core.config import did_you_mean
+from moelib.core.errors import UserError
 from moelib.parallel.pipeline.schedule import (
+    Key,
     Pass,
     Schedule,
     Slot,
     Task,
     check_microbatches,
+    inputs_of,
     is_pair,
+    key_of,
     parts_of,
     slots,
 )
+from moelib.runtime.table import Table
 
-Key = tuple[bool, int, int]  # (is forward, stage, micro-batch) of a pass that others wait for.
+_FOOTNOTES = (
+    "Every pass of a chunk takes as long: forward, gradient of inputs, gradient of weights.",
+    "Activations are those of a micro-batch in a rank's layers, until their weights' gradient.",
+    "F forward, B backward, I gradient of inputs, W of weights, X forward and backward together;",
+    "lower case: the second chunk of a rank.",
+)
 
 
 class Costs(NamedTuple):
@@ -162,17 +173,39 @@ def slot_time(tasks: Sequence[tuple[int, Task]], costs: Sequence[Costs]) -> floa
     return sum(costs[stage].of(task.kind) for stage, task in tasks) if pair is None else pair
 
 
-def key_of(stage: int, task: Task) -> Key:
-    """Returns the key of a task that is no weight gradient."""
-    return task.kind is Pass.FORWARD, stage, task.microbatch
+def schedule_timelines(texts: Sequence[str]) -> dict[str, Timeline]:
+    """Returns the timelines of schedules such as "dualpipe-v:4x16" (ranks x micro-batches).
+
+    Raises:
+        UserError: If a text is no schedule, or the schedule needs more micro-batches.
+    """
+    found, names = {}, [each.value for each in Schedule]
+    for text in texts:
+        name, _, sizes = text.partition(":")
+        if name not in names:
+            raise UserError(f"schedule={text!r}: unknown schedule; {did_you_mean(name, names)}")
+        numbers = sizes.split("x")
+        if len(numbers) != 2 or not all(each.isdecimal() for each in numbers):
+            raise UserError(f"schedule={text!r}: write ranks x micro-batches, as in {name}:4x16.")
+        num_ranks, num_microbatches = map(int, numbers)
+        found[text] = simulate(Schedule(name), num_ranks, num_microbatches)
+    return found
 
 
-def inputs_of(schedule: Schedule, num_ranks: int, stage: int, task: Task) -> list[Key]:
-    """Returns the passes that a task waits for."""
-    last = schedule.num_chunks * num_ranks - 1
-    if task.kind is Pass.FORWARD:
-        return [(True, stage - 1, task.microbatch)] if stage else []
-    if task.kind is Pass.WEIGHT_GRADIENT:
-        return [(False, stage, task.microbatch)]
-    own = (True, stage, task.microbatch)
-    return [own] if stage == last else [own, (False, stage + 1, task.microbatch)]
+def schedules_table(timelines: dict[str, Timeline]) -> Table:
+    """Returns idle shares and memory of schedules."""
+    rows = []
+    for text, timeline in timelines.items():
+        chunks = Schedule(text.partition(":")[0]).num_chunks
+        peaks = [peak / chunks for peak in timeline.peak_activations(until_weights=True)]
+        rows.append(
+            [
+                text,
+                f"{max(timeline.idle) / timeline.end:.1%}",
+                f"{max(peaks):.3g}",
+                f"{min(peaks):.3g}",
+                f"{max(timeline.peak_deferred)}",
+            ]
+        )
+    columns = ["schedule", "idle>", "activations, most>", "least>", "deferred weight gradients>"]
+    return Table("Pipeline schedules", columns, rows, _FOOTNOTES)

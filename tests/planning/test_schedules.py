@@ -4,7 +4,7 @@ import pytest
 
 from moelib.cli import main
 from moelib.core.errors import UserError
-from moelib.parallel.pipeline.comparison import schedule_timelines, schedules_table
+from moelib.planning.schedules import schedule_timelines, schedules_table
 
 
 def test_idle_shares_and_activations_are_tabulated():

@@ -11,8 +11,8 @@ import threading
 import pytest
 
 from moelib.core.errors import UserError
-from moelib.runtime.directory_lock import DirectoryInUseError, is_locked
-from moelib.runtime.directory_lock import directory_lock as lock
+from moelib.runtime.lock import DirectoryInUseError, is_locked
+from moelib.runtime.lock import directory_lock as lock
 
 directory_lock = functools.partial(lock, setting="dir (--trainer_dir)")
 
@@ -66,7 +66,7 @@ def test_folder_is_free_after_a_failure(tmp_path):
 def test_folder_is_free_after_its_process_is_killed(tmp_path):
     code = (
         "import os, signal\n"
-        "from moelib.runtime.directory_lock import directory_lock\n"
+        "from moelib.runtime.lock import directory_lock\n"
         f"with directory_lock({str(tmp_path)!r}, setting='dir'):\n"
         "    print('locked', flush=True)\n"
         "    signal.pause()\n"
