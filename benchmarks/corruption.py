@@ -217,10 +217,10 @@ def checkpoint(folder: str) -> Subject:
 
 def token_store(folder: str) -> Subject:
     """Prepares a token store of two files of tokens."""
-    from moelib.data.prepare import prepare
-    from moelib.data.source import InMemorySource
-    from moelib.data.token_store import TokenStore
-    from moelib.data.tokenizer import ByteTokenizer
+    from moelib.data.sources.source import InMemorySource
+    from moelib.data.tokens.prepare import prepare
+    from moelib.data.tokens.token_store import TokenStore
+    from moelib.data.tokens.tokenizer import ByteTokenizer
 
     rng = random.Random(0)
     texts = ["".join(rng.choices("abcdefg ", k=rng.randrange(1, 200))) for _ in range(100)]
@@ -247,7 +247,7 @@ def export(folder: str) -> Subject:
     """Exports a small model for transformers, in several files of tensors, with a tokenizer."""
     import jax
 
-    from moelib.data.tokenizer import train_bpe
+    from moelib.data.tokens.tokenizer import train_bpe
     from moelib.huggingface.families import read_model
     from moelib.huggingface.pretrained import save_pretrained
 

@@ -33,8 +33,8 @@ def named_trainer_configs() -> dict[str, Callable[[], Any]]:
     """Returns the config of the runs: a small model of a synthetic language."""
     from moelib.checkpoint.checkpointer import Checkpointer
     from moelib.core.config import config_for_function
-    from moelib.data.lm_input import InputMode
-    from moelib.data.synthetic import SyntheticInput
+    from moelib.data.batches.lm_input import InputMode
+    from moelib.data.batches.synthetic import SyntheticInput
     from moelib.huggingface.families import read_model
     from moelib.learner.optimizers import adamw_optimizer
     from moelib.train.evaler import SpmdEvaler

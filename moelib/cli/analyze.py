@@ -189,7 +189,7 @@ def _checkpoints(run: str) -> list[int]:
 
 def _decoder(run: str) -> Callable[[int], str] | None:
     """Returns the function from a token id to its text, if the run has a tokenizer."""
-    from moelib.data.tokenizer import FILE_NAME
+    from moelib.data.tokens.tokenizer import FILE_NAME
     from moelib.huggingface.published_tokenizer import read_tokenizer
 
     if not storage.exists(os.path.join(run, FILE_NAME)):

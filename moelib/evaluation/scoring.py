@@ -20,8 +20,8 @@ from moelib.core.errors import UserError
 from moelib.core.module import functional
 from moelib.core.precision import cast_parameters
 from moelib.core.tree import Batch, Nested
-from moelib.data.input import PADDING_LABEL, TOKEN_ARRAYS
-from moelib.data.prefetch import host_rows, put_batch
+from moelib.data.batches.input import PADDING_LABEL, TOKEN_ARRAYS
+from moelib.data.batches.prefetch import host_rows, put_batch
 from moelib.evaluation.requests import Request
 from moelib.parallel import sharding
 from moelib.train.state import batch_sharding

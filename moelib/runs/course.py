@@ -11,7 +11,7 @@ from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.checkpoint.contents import list_checkpoints, newest_record
 from moelib.checkpoint.object_store import move_checkpoint
 from moelib.checkpoint.restore import find_checkpoints, on_all_processes
-from moelib.data.skip_batches import SKIPPED, check_ranges, merged, parse_range
+from moelib.data.batches.skip_batches import SKIPPED, check_ranges, merged, parse_range
 from moelib.runs.folder import RunFolder
 from moelib.runs.identity import check_directory
 from moelib.runs.input_state import input_state_of

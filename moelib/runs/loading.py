@@ -19,8 +19,8 @@ from moelib.core.errors import UserError
 from moelib.core.param import ParameterSpec, is_spec
 from moelib.core.precision import is_cast
 from moelib.core.tree import Nested
-from moelib.data.input import load_tokenizer
-from moelib.data.tokenizer import FILE_NAME, SETTINGS_FILE, Tokenizer
+from moelib.data.batches.input import load_tokenizer
+from moelib.data.tokens.tokenizer import FILE_NAME, SETTINGS_FILE, Tokenizer
 from moelib.huggingface import pretrained
 from moelib.huggingface.published_tokenizer import read_tokenizer
 from moelib.huggingface.settings import check_setting

@@ -13,7 +13,7 @@ from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.core.module import functional
 from moelib.core.precision import cast_parameters
-from moelib.data.prefetch import Prefetcher, put_batch
+from moelib.data.batches.prefetch import Prefetcher, put_batch
 from moelib.parallel.sharding import sharding_rules
 from moelib.tasks.input import TaskInput
 from moelib.tasks.task import check_names

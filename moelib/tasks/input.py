@@ -18,9 +18,9 @@ from moelib.core import tree
 from moelib.core.config import REQUIRED, Required, config_class, maybe_instantiate
 from moelib.core.errors import UserError
 from moelib.core.tree import Batch
+from moelib.data.batches.input import BatchIterator, Input, State, check_rows, check_state
+from moelib.data.batches.lm_input import InputMode
 from moelib.data.hashing import random_permutation
-from moelib.data.input import BatchIterator, Input, State, check_rows, check_state
-from moelib.data.lm_input import InputMode
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.core.module import Module
 from moelib.core.tree import Batch
-from moelib.data.input import Input, State
-from moelib.data.prefetch import Prefetcher, host_rows, put_batch, row_sharding
+from moelib.data.batches.input import Input, State
+from moelib.data.batches.prefetch import Prefetcher, host_rows, put_batch, row_sharding
 from moelib.models.model import Model
 from moelib.runs.identity import check_inputs
 from moelib.runtime.processes import agreed

@@ -21,9 +21,9 @@ from moelib.checkpoint.restore import Restored, first_line
 from moelib.core.config import did_you_mean
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
-from moelib.data.input import BatchIterator, Input, changes
-from moelib.data.prefetch import Prefetcher, host_rows, put_batch
-from moelib.data.skip_batches import SKIPPED, SkippingBatches
+from moelib.data.batches.input import BatchIterator, Input, changes
+from moelib.data.batches.prefetch import Prefetcher, host_rows, put_batch
+from moelib.data.batches.skip_batches import SKIPPED, SkippingBatches
 from moelib.runs.folder import RunFolder
 from moelib.runs.identity import check_inputs
 from moelib.runs.summary_writer import SummaryWriter

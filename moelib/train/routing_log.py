@@ -25,8 +25,8 @@ from moelib.core.config import InstantiableConfig, config_class, config_for_func
 from moelib.core.errors import MissingFileError, UserError
 from moelib.core.module import functional
 from moelib.core.tree import Nested
-from moelib.data.input import Input
-from moelib.data.prefetch import Prefetcher, host_rows, put_batch, row_sharding
+from moelib.data.batches.input import Input
+from moelib.data.batches.prefetch import Prefetcher, host_rows, put_batch, row_sharding
 from moelib.layers.base import BaseLayer
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.recording import RECORDING, RecordedRouting

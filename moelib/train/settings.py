@@ -14,7 +14,7 @@ from moelib.core.config import (
 from moelib.core.config_paths import join_path, sub_configs
 from moelib.core.errors import UserError
 from moelib.core.precision import check_float
-from moelib.data.skip_batches import parse_range
+from moelib.data.batches.skip_batches import parse_range
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.parallel.sharding import PIPELINE_RULES, SplitError, mesh_axes
 from moelib.runs.folder import RunFolder

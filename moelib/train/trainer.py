@@ -27,8 +27,8 @@ from moelib.core.config import (
 from moelib.core.errors import UserError
 from moelib.core.module import Module
 from moelib.core.param import is_spec
-from moelib.data.input import Input
-from moelib.data.prefetch import host_rows, row_sharding
+from moelib.data.batches.input import Input
+from moelib.data.batches.prefetch import host_rows, row_sharding
 from moelib.huggingface.pretrained import FILES, copy_files
 from moelib.kernels.backend import kernel_backends, warn_unused_backends
 from moelib.kernels.check import check_kernels

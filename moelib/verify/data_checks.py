@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from moelib.core.tree import Batch
-from moelib.data.lm_input import InputMode, LMInput
-from moelib.data.mixture import PERIOD
-from moelib.data.packing import DocumentBoundary, LongDocuments
-from moelib.data.synthetic import SyntheticTokens
+from moelib.data.batches.lm_input import InputMode, LMInput
+from moelib.data.batches.mixture import PERIOD
+from moelib.data.batches.packing import DocumentBoundary, LongDocuments
+from moelib.data.batches.synthetic import SyntheticTokens
 from moelib.train.settings import completed
 from moelib.verify.compare import Difference, first_bit_difference
 from moelib.verify.outcome import CheckFailedError, CheckSkippedError

@@ -10,7 +10,7 @@ from moelib.checkpoint.contents import CheckpointRecord
 from moelib.core import tree
 from moelib.core.jaxpr import abstract_parameters, forward_pass, walk
 from moelib.core.tree import Nested
-from moelib.data.prefetch import row_sharding
+from moelib.data.batches.prefetch import row_sharding
 from moelib.learner.learner import Learner, LearnerUpdate
 from moelib.parallel.sharding import abstract_state
 from moelib.runtime import memory_maps

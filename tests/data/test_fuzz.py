@@ -12,9 +12,9 @@ from pyarrow import parquet
 from benchmarks import corruption
 from moelib.cli.prepare import read_splits
 from moelib.core.errors import UserError
-from moelib.data.json_lines import JsonLines
-from moelib.data.tables import Tables
-from moelib.data.token_store import TokenStore, check_splits, json_digest
+from moelib.data.sources.json_lines import JsonLines
+from moelib.data.sources.tables import Tables
+from moelib.data.tokens.token_store import TokenStore, check_splits, json_digest
 from moelib.runtime.command_line import one_line
 
 _NUM_CASES = [200, pytest.param(10_000, marks=pytest.mark.slow)]

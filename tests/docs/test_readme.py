@@ -10,7 +10,7 @@ import pytest
 from docs.generate import ROOT
 from moelib import launch
 from moelib.core.config import config_for_function
-from moelib.data.synthetic import SyntheticInput
+from moelib.data.batches.synthetic import SyntheticInput
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.moe.balance import LoadBalanceLoss
 from moelib.layers.moe.layer import MoELayer

@@ -13,7 +13,7 @@ from moelib.core.config_modifier import replace_layer_config_recursively
 from moelib.core.metrics import WeightedScalar, weighted
 from moelib.core.module import Module, functional, in_context
 from moelib.core.tree import Batch
-from moelib.data.synthetic import SyntheticInput
+from moelib.data.batches.synthetic import SyntheticInput
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.embedding import Embedding
 from moelib.layers.feed_forward import FeedForward

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from moelib.core.errors import UserError
-from moelib.data.tokenizer import Tokenizer
+from moelib.data.tokens.tokenizer import Tokenizer
 from moelib.evaluation.requests import Request, encode_pairs
 from moelib.evaluation.scoring import Scorer
 from moelib.huggingface.published_tokenizer import PublishedTokenizer

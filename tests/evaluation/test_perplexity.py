@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from moelib.data.tokenizer import ByteTokenizer, Tokenizer
+from moelib.data.tokens.tokenizer import ByteTokenizer, Tokenizer
 from moelib.evaluation.evaluations import run_evaluations
 from moelib.evaluation.perplexity import corpus_evaluation, perplexities, rolling_windows
 from moelib.evaluation.scoring import Score, Scorer

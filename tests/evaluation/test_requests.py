@@ -2,7 +2,7 @@
 
 import pytest
 
-from moelib.data.tokenizer import ByteTokenizer, Tokenizer
+from moelib.data.tokens.tokenizer import ByteTokenizer, Tokenizer
 from moelib.evaluation.requests import encode_pairs, encode_texts
 from moelib.huggingface.published_tokenizer import PublishedTokenizer
 from tests.evaluation import folders

@@ -19,7 +19,7 @@ from moelib.checkpoint.safetensors import TensorFolder
 from moelib.core import tree
 from moelib.core.errors import UserError
 from moelib.core.param import is_spec
-from moelib.data.tokenizer import ByteTokenizer
+from moelib.data.tokens.tokenizer import ByteTokenizer
 from moelib.huggingface import pretrained
 from moelib.huggingface.families import NoFamilyError, read_model, settings_of
 from moelib.huggingface.pretrained import (

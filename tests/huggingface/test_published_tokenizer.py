@@ -3,7 +3,7 @@ import json
 import pytest
 
 from moelib.core.errors import UserError
-from moelib.data.tokenizer import END_OF_TEXT, Tokenizer, train_bpe
+from moelib.data.tokens.tokenizer import END_OF_TEXT, Tokenizer, train_bpe
 from moelib.huggingface.published_tokenizer import PublishedTokenizer, read_tokenizer
 
 

@@ -5,9 +5,9 @@ import json
 import os
 import signal
 
-from moelib.data.input import check_rows, check_state
-from moelib.data.lm_input import LMInputIterator
-from moelib.data.synthetic import SyntheticInput
+from moelib.data.batches.input import check_rows, check_state
+from moelib.data.batches.lm_input import LMInputIterator
+from moelib.data.batches.synthetic import SyntheticInput
 from moelib.launch import DeviceFlags
 from moelib.train.routing_log import RoutingEvaler
 from moelib.train.watchers.bad_steps import BadSteps

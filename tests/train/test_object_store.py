@@ -8,9 +8,9 @@ import pytest
 from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.checkpoint.restore import restore_arrays
 from moelib.core.errors import UserError
-from moelib.data.prepare import prepare
-from moelib.data.source import InMemorySource
-from moelib.data.token_store import TokenStore
+from moelib.data.sources.source import InMemorySource
+from moelib.data.tokens.prepare import prepare
+from moelib.data.tokens.token_store import TokenStore
 from moelib.runs.folder import RunFolder
 from moelib.runs.loading import load_model
 from moelib.runtime import lock as lock_module

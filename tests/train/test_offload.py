@@ -8,8 +8,8 @@ import pytest
 
 from moelib.core import tree
 from moelib.core.config import config_for_function
-from moelib.data.input import batch_spec
-from moelib.data.prefetch import row_sharding
+from moelib.data.batches.input import batch_spec
+from moelib.data.batches.prefetch import row_sharding
 from moelib.learner import offload
 from moelib.learner.optimizers import adafactor_optimizer
 from moelib.learner.transforms import chain, clip_by_global_norm, global_norm, skip_bad_steps

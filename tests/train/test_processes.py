@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from moelib.data.prepare import prepare
-from moelib.data.source import InMemorySource
-from moelib.data.tokenizer import train_bpe
+from moelib.data.sources.source import InMemorySource
+from moelib.data.tokens.prepare import prepare
+from moelib.data.tokens.tokenizer import train_bpe
 from moelib.runs.folder import RunFolder
 from moelib.runs.routing_file import RoutingLog, log_folder
 from moelib.train.watchers.bad_steps import BAD_STEP, SUSPECTED

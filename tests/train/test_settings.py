@@ -13,8 +13,8 @@ from moelib.core.config import (
 )
 from moelib.core.config_parse import set_from_text
 from moelib.core.errors import UserError
-from moelib.data.input import Input
-from moelib.data.synthetic import SyntheticInput
+from moelib.data.batches.input import Input
+from moelib.data.batches.synthetic import SyntheticInput
 from moelib.learner.schedules import cosine
 from moelib.models.causal_lm import CausalLM
 from moelib.parallel.pipeline.schedule import Schedule

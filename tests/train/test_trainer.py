@@ -21,8 +21,8 @@ from moelib.core import tree
 from moelib.core.config import config_for_function
 from moelib.core.config_parse import parse, set_from_text
 from moelib.core.errors import UserError
-from moelib.data.lm_input import LMInput
-from moelib.data.token_source import InMemoryTokens
+from moelib.data.batches.lm_input import LMInput
+from moelib.data.tokens.token_source import InMemoryTokens
 from moelib.learner.transforms import chain
 from moelib.operations.runs import list_runs
 from moelib.parallel.mesh import HybridMeshShape, mesh_shape_from_axes

@@ -16,8 +16,8 @@ from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.core import context, precision, tree
 from moelib.core.config import config_for_function
 from moelib.core.param import Cast
-from moelib.data import lm_input, mixture, packing
-from moelib.data.prefetch import Prefetcher
+from moelib.data.batches import lm_input, mixture, packing
+from moelib.data.batches.prefetch import Prefetcher
 from moelib.layers import initializers, norm, transformer
 from moelib.layers.attention.latent import LatentAttention
 from moelib.layers.feed_forward import FeedForward

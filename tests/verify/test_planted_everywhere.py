@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from moelib.data.lm_input import LMInput
-from moelib.data.mixture import Mixture
-from moelib.data.packing import Packing
+from moelib.data.batches.lm_input import LMInput
+from moelib.data.batches.mixture import Mixture
+from moelib.data.batches.packing import Packing
 from moelib.verify import data_checks
 from moelib.verify.outcome import CheckFailedError, Status
 from moelib.verify.run import run_checks

@@ -19,7 +19,7 @@ from moelib.core import jaxpr
 from moelib.core.config_paths import sub_configs
 from moelib.core.param import is_spec
 from moelib.core.tree import Batch, Nested
-from moelib.data.input import TOKEN_ARRAYS
+from moelib.data.batches.input import TOKEN_ARRAYS
 from moelib.kernels.backend import BACKENDS, kernel_backends
 
 _BATCH_SIZES, _SEQ_LEN = (2, 3), 128  # Of the two traces.

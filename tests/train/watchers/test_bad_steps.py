@@ -10,7 +10,7 @@ import pytest
 from moelib.core.config import config_class
 from moelib.core.config_parse import parse, set_from_text
 from moelib.core.errors import UserError
-from moelib.data.synthetic import SyntheticInput
+from moelib.data.batches.synthetic import SyntheticInput
 from moelib.runs.folder import RunFolder
 from moelib.train.failures import BadStepError, NonFiniteError
 from moelib.train.metrics import NON_FINITE
