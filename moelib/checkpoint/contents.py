@@ -22,7 +22,7 @@ from moelib.runtime.versions import library_versions
 STEP_PREFIX = "step_"
 RECORD_ITEM = "record"
 STATE_ITEM = "state"
-RECORD_FILE = os.path.join(RECORD_ITEM, "metadata")  # The file of Orbax's JSON item.
+RECORD_FILE = os.path.join(RECORD_ITEM, "metadata")
 
 Arrays = dict[str, list[Any]]  # {"path/of/array": [dtype, [sizes]]}
 
