@@ -177,7 +177,7 @@ def checkpoint(folder: str) -> Subject:
     import numpy as np
 
     from moelib.checkpoint.checkpointer import Checkpointer
-    from moelib.checkpoint.contents import CheckpointRecord
+    from moelib.checkpoint.contents import RunRecord
     from moelib.core import tree
 
     def state(step: int) -> dict[str, Any]:
@@ -188,9 +188,9 @@ def checkpoint(folder: str) -> Subject:
             "learner": [draw((64, 96), np.float32), np.zeros((32, 32), np.float32)],
         }
 
-    def record(step: int) -> CheckpointRecord:
+    def record(step: int) -> RunRecord:
         position = {"step": step, "document_boundary": "reset"}
-        return CheckpointRecord(step, {}, position, metrics={"validation/loss": 1 / step})
+        return RunRecord(step, position, metrics={"validation/loss": 1 / step})
 
     def checkpointer(path: str) -> Any:
         return Checkpointer.default_config().set(dir=path).instantiate(parent=None)

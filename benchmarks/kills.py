@@ -19,13 +19,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from moelib.checkpoint.contents import list_checkpoints, list_unfinished
 from moelib.core.errors import UsageError
 from moelib.runs.metrics_file import read_metrics
 from moelib.runtime.command_line import flag, run_command
 from moelib.runtime.table import Table, print_table
 
 _INTERVAL, _MAX_STEP, _EVALUATE_EVERY = 10, 300, 30  # Steps.
-_INCOMPLETE = ".orbax-checkpoint-tmp"
 _HANG_SECONDS = 300.0
 
 
@@ -76,11 +76,9 @@ def _step(folder: str) -> int:
 
 
 def _saved(folder: str) -> tuple[int, list[str]]:
-    """Returns the step of the newest checkpoint, or 0, and the names of incomplete ones."""
+    """Returns the step of the newest checkpoint, or 0, and the folders of incomplete ones."""
     path = os.path.join(folder, "checkpoints")
-    names = os.listdir(path) if os.path.isdir(path) else []
-    complete = [int(name[5:]) for name in names if _INCOMPLETE not in name]
-    return max(complete, default=0), [name for name in names if _INCOMPLETE in name]
+    return max(list_checkpoints(path), default=0), list_unfinished(path)
 
 
 def _has_begun(folder: str, since: float) -> bool:
@@ -90,7 +88,7 @@ def _has_begun(folder: str, since: float) -> bool:
 
 def _is_deleting(folder: str) -> bool:
     newest, incomplete = _saved(folder)
-    return any(int(name[5:13]) < newest for name in incomplete)
+    return any(int(path[-8:]) < newest for path in incomplete)
 
 
 # {phase: (whether it has begun, of the folder, the step and the time of the command's start; and

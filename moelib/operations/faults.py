@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from moelib.checkpoint.contents import list_checkpoints
 from moelib.core import tree
 
 # Moments: before the processes connect, while a checkpoint is restored, before the batch of a step
@@ -143,7 +144,7 @@ def cut_file(checkpoints: pathlib.Path) -> None:
 
 
 def _largest_file(checkpoints: pathlib.Path) -> pathlib.Path:
-    newest = max(x for x in checkpoints.iterdir() if x.name.removeprefix("step_").isdecimal())
+    newest = pathlib.Path([*list_checkpoints(str(checkpoints)).values()][-1])
     return max((x for x in newest.rglob("*") if x.is_file()), key=lambda x: x.stat().st_size)
 
 

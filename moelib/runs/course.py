@@ -8,8 +8,7 @@ from typing import Any
 import jax
 
 from moelib.checkpoint.checkpointer import Checkpointer
-from moelib.checkpoint.contents import list_checkpoints, newest_record
-from moelib.checkpoint.object_store import move_checkpoint
+from moelib.checkpoint.contents import list_checkpoints, move_checkpoint, newest_record
 from moelib.checkpoint.restore import find_checkpoints, on_all_processes
 from moelib.data.batches.skip_batches import SKIPPED, check_ranges, merged, parse_range
 from moelib.runs.folder import RunFolder

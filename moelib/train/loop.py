@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import jax
 
 from moelib.checkpoint.checkpointer import Checkpointer, CheckpointSaveError
-from moelib.checkpoint.restore import Restored, first_line
+from moelib.checkpoint.restore import Restored
 from moelib.core.config import did_you_mean
-from moelib.core.errors import UserError
+from moelib.core.errors import UserError, first_line
 from moelib.core.metrics import Scalars
 from moelib.data.batches.input import BatchIterator, Input, changes
 from moelib.data.batches.prefetch import Prefetcher, host_rows, put_batch

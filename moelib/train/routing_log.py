@@ -19,10 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from moelib.checkpoint.policy import evenly_spaced_policy
-from moelib.checkpoint.restore import first_line
 from moelib.core import precision
 from moelib.core.config import InstantiableConfig, config_class, config_for_function, did_you_mean
-from moelib.core.errors import MissingFileError, UserError
+from moelib.core.errors import MissingFileError, UserError, first_line
 from moelib.core.module import functional
 from moelib.core.tree import Nested
 from moelib.data.batches.input import Input

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moelib.checkpoint.object_store import check_url
+from moelib.checkpoint.writers import check_url
 from moelib.core.config import (
     REQUIRED,
     RequiredFieldMissingError,

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from moelib.checkpoint.checkpointer import Checkpointer
-from moelib.checkpoint.contents import CheckpointRecord, newest_record
+from moelib.checkpoint.contents import CheckpointRecord, RunRecord, newest_record
 from moelib.checkpoint.restore import Restored
 from moelib.checkpoint.safetensors import file_sums
 from moelib.core import tree
@@ -445,9 +445,8 @@ class SpmdTrainer(Module):
             UserError: If a folder of the run was moved, or its lock removed.
         """
         on_process_0(lambda: [check() for check in self._check_locks])
-        record = CheckpointRecord(
+        record = RunRecord(
             step=self.step,
-            arrays={},
             input=gather_input_state(self.input_state, self._host_rows),
             metrics=metrics or {},
             evaluated={k: x for k, e in self.evalers.items() if (x := e.input_identity)},

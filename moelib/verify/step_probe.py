@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moelib.checkpoint.contents import CheckpointRecord
+from moelib.checkpoint.contents import RunRecord
 from moelib.core import tree
 from moelib.core.jaxpr import abstract_parameters, forward_pass, walk
 from moelib.core.tree import Nested
@@ -116,7 +116,7 @@ class Probe:
         """Writes a checkpoint with the trainer's own checkpointer. Raises its error."""
         checkpointer = self.trainer.checkpointer
         state = jax.device_put(state, self.shardings)
-        checkpointer.save(state, CheckpointRecord(step=step, arrays={}))
+        checkpointer.save(state, RunRecord(step=step))
         checkpointer.close()
         if checkpointer.last_error is not None:
             raise checkpointer.last_error

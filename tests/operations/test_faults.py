@@ -31,7 +31,9 @@ def checkpoints(tmp_path):
         folder.mkdir(parents=True)
         (folder / "large").write_bytes(bytes(size))
         (folder / "small").write_bytes(b"x")
-    (tmp_path / "step_00000012.tmp").mkdir()
+        (folder.parent / "record").mkdir()
+        (folder.parent / "record" / "metadata").touch()
+    (tmp_path / "step_00000012").mkdir()  # Without a record.
     return tmp_path
 
 
