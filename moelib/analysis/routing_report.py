@@ -1,6 +1,7 @@
 """Plots and the report of routing analyses."""
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -118,22 +119,13 @@ def _heat_maps(figure: Any, layers: Mapping[str, Any]) -> None:
 
 
 def _bars(axes: Any, analysis: str, layers: Mapping[str, Any]) -> None:
-    if analysis == "specialization":
-        bars = {
-            "experts": [each["mean_share"] for each in layers.values()],
-            "permuted assignments": [each["mean_chance"] for each in layers.values()],
-        }
-    else:
-        bars = {}
-        for n in next(iter(layers.values()))["expert_parallel"]:
-            for name in ("trainer", "proposed"):
-                rows = [
-                    each["expert_parallel"][n][name]["rows_per_token"] for each in layers.values()
-                ]
-                bars[f"{n} devices, {name}"] = rows
+    """Draws the numbers of the report's table that have the unit of the plot."""
+    rows = [_cells(analysis, numbers, (0, 0), None) for numbers in layers.values()]
+    bars = [column for column in rows[0] if re.fullmatch("share|baseline|rows, .*", column)]
     where, width = np.arange(len(layers)), 0.8 / max(len(bars), 1)
-    for i, (label, values) in enumerate(bars.items()):
-        axes.bar(where + (i - (len(bars) - 1) / 2) * width, _floats(values), width, label=label)
+    for i, column in enumerate(bars):
+        heights = _floats([row[column] for row in rows])
+        axes.bar(where + (i - (len(bars) - 1) / 2) * width, heights, width, label=column)
     axes.set_xticks(where, list(layers), rotation=30, ha="right", fontsize="x-small")
     axes.set_ylabel(PLOTS[analysis][1])
     if bars:

@@ -4,6 +4,7 @@ Letters: N parameters, D tokens, C FLOPs, L loss.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -250,14 +251,11 @@ def _starts(data: Floats) -> list[Floats]:
     from scipy.special import huber
 
     lowest = float(np.min(data[2]))
-    exponents = (0.1, 0.3, 0.6, 1.2)
+    of_term, exponents = (0.03, 0.2, 0.6), (0.1, 0.3, 0.6, 1.2)
+    starts = itertools.product((0.05, 0.3, 0.6, 0.9), of_term, of_term, exponents, exponents)
     grid = [
-        np.asarray([lowest + math.log(a), lowest + math.log(b), lowest + math.log(e), alpha, beta])
-        for e in (0.05, 0.3, 0.6, 0.9)
-        for a in (0.03, 0.2, 0.6)
-        for b in (0.03, 0.2, 0.6)
-        for alpha in exponents
-        for beta in exponents
+        np.asarray([*(lowest + math.log(share) for share in (a, b, e)), alpha, beta])
+        for e, a, b, alpha, beta in starts
     ]
     cost = lambda theta: np.sum(huber(_HUBER_DELTA, _residuals(theta, data)))
     return sorted(grid, key=cost)[:_NUM_STARTS]
@@ -268,19 +266,17 @@ def _optima(starts: Sequence[Floats], data: Floats) -> list[Any]:
     from scipy.optimize import least_squares
     from scipy.special import softmax
 
-    x, y, _ = data
-
     def jacobian(theta: Floats, data: Floats) -> Floats:
         a, b, e = softmax(_terms(theta, data), axis=0)
-        return np.stack([a, b, e, -a * x, -b * y], 1)
+        return np.stack([a, b, e, -a * data[0], -b * data[1]], 1)
 
-    low, high = zip(*[(-50.0, 50.0)] * 3, *[_EXPONENTS] * 2, strict=True)
+    (low, high), most = _EXPONENTS, 50.0  # The largest logarithm of a term.
     found = [
         least_squares(
             _residuals,
             start,
             jacobian,
-            bounds=(low, high),
+            bounds=([-most] * 3 + [low] * 2, [most] * 3 + [high] * 2),
             loss="huber",
             f_scale=_HUBER_DELTA,
             ftol=1e-10,
