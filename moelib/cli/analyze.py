@@ -144,8 +144,7 @@ def routing(flags: Flags, folders: Sequence[str]) -> list[str]:
     with Progress("layer", len(logs.last.layers)) as progress:
         found = analyze(logs, settings, on_layer=lambda layer: progress.update(text=layer))
     output = flags.output or os.path.join(run, "analysis", "routing")
-    files = write_analysis(logs, found, output, _decoder(run))
-    return [os.path.join(output, file) for file in files]
+    return write_analysis(logs, found, output, _decoder(run))
 
 
 def _settings(flags: Flags) -> Any:
