@@ -276,12 +276,8 @@ class ConfigBase:
         self.set(**values)
 
     def _start(self) -> None:
-        fields = self._all_fields().items()
-        values = {name: _copy_value(field.default) for name, field in fields}
-        self.__dict__.update(_frozen=False, _origins={}, _values=values)
-
-    def _all_fields(self) -> Mapping[str, Field]:
-        return type(self)._fields
+        values = {name: _copy_value(field.default) for name, field in self._fields.items()}
+        self.__dict__.update(_frozen=False, _origins={}, _path="", _values=values)
 
     # Reading and writing.
 
@@ -296,19 +292,16 @@ class ConfigBase:
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        fields = self._all_fields()
-        if name not in fields:
-            path = self.__dict__.get("_root_path")
-            where = f"{path}: " if path else ""
-            raise UnknownFieldError(
-                f"{where}{self._title()} has no field {name!r}; {did_you_mean(name, fields)}"
-            )
+        if name not in self._fields:
+            where = f"{self._path}: " if self._path else ""
+            near = did_you_mean(name, self._fields)
+            raise UnknownFieldError(f"{where}{self._title()} has no field {name!r}; {near}")
         if self._frozen:
             raise FrozenConfigError(
                 f"{self._title()}.{name} belongs to an object that is already built; "
                 "change a clone() and instantiate that."
             )
-        value = _checked(f"{self._title()}.{name}", value, fields[name].annotation)
+        value = _checked(f"{self._title()}.{name}", value, self._fields[name].annotation)
         self._values[name] = _copy_value(value)
         self._origins[name] = _caller()
 
@@ -349,7 +342,9 @@ class ConfigBase:
         return self
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self._values == other.__dict__["_values"]
+        if not isinstance(other, ConfigBase) or type(self) is not type(other):
+            return False
+        return self._header() == other._header() and self._values == other._values
 
     __hash__ = None  # Mutable.
 
@@ -370,16 +365,16 @@ class ConfigBase:
 
     def annotation(self, name: str) -> Any:
         """Returns the annotation of a field."""
-        return self._all_fields()[name].annotation
+        return self._fields[name].annotation
 
     def origin(self, name: str) -> str:
         """Returns where the field's value was set: file:line, a flag, or the class default."""
-        return self._origins.get(name) or f"default of {self._all_fields()[name].owner}"
+        return self._origins.get(name) or f"default of {self._fields[name].owner}"
 
     # Paths and text.
 
     def _is_default(self, name: str) -> bool:
-        value, default = self._values[name], self._all_fields()[name].default
+        value, default = self._values[name], self._fields[name].default
         return value is default or (type(value) is type(default) and value == default)
 
     def _is_unset(self, name: str) -> bool:
@@ -419,8 +414,6 @@ class ConfigBase:
 
 # -- Configs that build objects ------------------------------------------------------------------
 
-_building: ContextVar[bool] = ContextVar("moelib_config_building", default=False)
-
 
 class InstantiableConfig(ConfigBase, Generic[T]):
     """A config that can build an object."""
@@ -433,40 +426,26 @@ class InstantiableConfig(ConfigBase, Generic[T]):
         Raises:
             RequiredFieldMissingError: If a REQUIRED field is unset, here or further inside.
         """
-        if _building.get():  # A part of another object, whose config has set the path of this one.
-            return self._build(**kwargs)
-        token = _building.set(True)
-        try:
-            return self.clone()._set_path(self._path() or "")._owned()._build(**kwargs)
-        finally:
-            _building.reset(token)
+        return self.clone()._locate(self._path)._build(**kwargs)
 
-    def _set_path(self, path: str) -> Self:
+    def _locate(self, path: str) -> Self:
         """Records the path of this config below the root, and of those inside it, for errors."""
-        self.__dict__["_root_path"] = path
+        self.__dict__["_path"] = path
         for inner_path, inner in config_paths.sub_configs(self):
-            inner.__dict__["_root_path"] = f"{path}.{inner_path}" if path else inner_path
-        return self
-
-    def _path(self) -> str | None:
-        """Returns the path below the root, or None if the config is in no other."""
-        return self.__dict__.get("_root_path")
-
-    def _owned(self) -> Self:
-        """Returns this config, marked for the object it builds to keep without another copy."""
-        self.__dict__["_fresh"] = True
+            inner.__dict__["_path"] = f"{path}.{inner_path}" if path else inner_path
         return self
 
     def _check_complete(self, given: Collection[str] = ()) -> None:
         """Checks that REQUIRED fields are set, and what was put into containers in place."""
         missing = [name for name, value in self.items() if value is REQUIRED and name not in given]
         if missing:
-            raise RequiredFieldMissingError(self._title(), missing, self._path())
+            raise RequiredFieldMissingError(self._title(), missing, self._path)
         for name, value in self.items():
             if isinstance(value, list | dict):
                 _checked(f"{self._title()}.{name}", value, self.annotation(name))
 
     def _build(self, **kwargs: Any) -> T:
+        """Builds the object, which keeps this config without a copy."""
         raise TypeError(f"{self._title()} builds nothing; define its class's _build.")
 
 
@@ -474,10 +453,14 @@ ConfigOr = Union[T, InstantiableConfig[T]]  # noqa: UP007 (subscripted: ConfigOr
 
 
 class _FrozenOnceBuilt(abc.ABCMeta):
-    """Freezes an object's config once the object is built."""
+    """Gives each object a config of its own, which is frozen once the object is built."""
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        built = super().__call__(*args, **kwargs)
+    def __call__(cls, cfg: Any, *args: Any, **kwargs: Any) -> Any:
+        return cls._keep(cfg.clone(), *args, **kwargs)
+
+    def _keep(cls, cfg: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns the object of a config that nothing else holds."""
+        built = super().__call__(cfg, *args, **kwargs)
         built.config.freeze()
         return built
 
@@ -529,7 +512,7 @@ class Configurable(metaclass=_FrozenOnceBuilt):
             return "klass", self.klass
 
         def _build(self, **kwargs: Any) -> Any:
-            return self.klass(self, **kwargs)
+            return self.klass._keep(self, **kwargs)
 
     @overload
     @classmethod
@@ -545,9 +528,9 @@ class Configurable(metaclass=_FrozenOnceBuilt):
         return config
 
     def __init__(self, cfg: Any) -> None:
-        """Keeps a copy of `cfg`, which is frozen when the object is built."""
+        """Keeps `cfg`, a copy that is frozen when the object is built."""
         cfg._check_complete()
-        self._config = cfg if cfg.__dict__.pop("_fresh", False) else cfg.clone()
+        self._config = cfg
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -573,7 +556,7 @@ class Configurable(metaclass=_FrozenOnceBuilt):
 
 # -- Any function or class -----------------------------------------------------------------------
 
-_RESERVED = ("callee", "cls", "fn", "instantiate", "klass")
+_RESERVED = ("cls", "fn", "instantiate", "klass")
 
 
 class FunctionConfig(InstantiableConfig[T]):
@@ -581,34 +564,18 @@ class FunctionConfig(InstantiableConfig[T]):
 
     _fields: ClassVar[dict[str, Field]] = {}
 
-    def __init__(self, callee: Callable[..., T]) -> None:
-        self.__dict__.update(_callee=callee, _callee_fields=_signature_fields(callee))
+    def __init__(self, fn: Callable[..., T]) -> None:
+        self.__dict__.update(fn=fn, _fields=_signature_fields(fn))
         self._start()
 
-    def _all_fields(self) -> Mapping[str, Field]:
-        return self.__dict__["_callee_fields"]
-
-    def __eq__(self, other: object) -> bool:
-        same = isinstance(other, FunctionConfig) and self.callee is other.callee
-        return same and self._values == other.__dict__["_values"]
-
-    __hash__ = None
-
-    @property
-    def callee(self) -> Callable[..., T]:
-        """The function or class that is called."""
-        return self.__dict__["_callee"]
-
-    fn = callee
-
     def _title(self) -> str:
-        return f"config of {getattr(self.callee, '__qualname__', self.callee)}"
+        return f"config of {getattr(self.fn, '__qualname__', self.fn)}"
 
     def _header(self) -> tuple[str, Any]:
-        return ("cls" if isinstance(self.callee, type) else "fn"), self.callee
+        return ("cls" if isinstance(self.fn, type) else "fn"), self.fn
 
     def _is_unset(self, name: str) -> bool:
-        value, default = self._values[name], self._all_fields()[name].default
+        value, default = self._values[name], self._fields[name].default
         if value is default and not config_paths.is_plain(value):
             return not config_types.has_reference(value)  # An object without text.
         return super()._is_unset(name)
@@ -618,8 +585,8 @@ class FunctionConfig(InstantiableConfig[T]):
         self._check_complete(kwargs)
         values = {name: kwargs.pop(name, value) for name, value in self.items()}
         values = collections.OrderedDict(maybe_instantiate(values))
-        bound = inspect.BoundArguments(inspect.Signature(_parameters(self.callee)), values)
-        return self.callee(*bound.args, **{**bound.kwargs, **kwargs})
+        bound = inspect.BoundArguments(inspect.Signature(_parameters(self.fn)), values)
+        return self.fn(*bound.args, **{**bound.kwargs, **kwargs})
 
 
 def _parameters(callee: Callable[..., Any]) -> list[inspect.Parameter]:

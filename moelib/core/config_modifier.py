@@ -99,7 +99,7 @@ def _carry_over(
 def _state(cfg: ConfigBase, start: ConfigBase | None, name: str) -> tuple[Any, bool, bool]:
     """Returns a field's default, whether the field was assigned, and whether it was set at all."""
     if start is None:
-        default, origin = cfg._all_fields()[name].default, None
+        default, origin = cfg._fields[name].default, None
     else:
         default, origin = start._values[name], start._origins.get(name)
     assigned = cfg._origins.get(name) != origin
