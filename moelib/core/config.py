@@ -13,7 +13,6 @@ and written to text, and only `instantiate()` builds the object.
 
 import abc
 import collections
-import contextlib
 import copy
 import dataclasses
 import importlib
@@ -22,8 +21,7 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import (
     Any,
     ClassVar,
@@ -38,7 +36,8 @@ from typing import (
     overload,
 )
 
-from moelib.core import config_paths, config_types
+from moelib.core import config_text, config_types
+from moelib.core.config_text import config_origin, current_origin  # noqa: F401 (a public name)
 from moelib.core.config_types import (
     REQUIRED,
     DType,
@@ -86,23 +85,12 @@ class RequiredFieldMissingError(UserError):
 
 # -- Where a value was set -----------------------------------------------------------------------
 
-_origin: ContextVar[str | None] = ContextVar("moelib_config_origin", default=None)
 _CORE = os.path.dirname(__file__) + os.sep
-
-
-@contextlib.contextmanager
-def config_origin(origin: str) -> Iterator[None]:
-    """Records `origin`, such as "--set learner.lr=3", as the origin of values set in the block."""
-    token = _origin.set(origin)
-    try:
-        yield
-    finally:
-        _origin.reset(token)
 
 
 def _caller() -> str:
     """Returns the file:line of the nearest frame outside of moelib.core."""
-    if (origin := _origin.get()) is not None:
+    if (origin := current_origin()) is not None:
         return origin
     frame = sys._getframe(2)
     while frame.f_back and frame.f_code.co_filename.startswith(_CORE):
@@ -230,14 +218,14 @@ def _copy_value(value: Any) -> Any:
         for name, element in vars(value).items():
             object.__setattr__(other, name, _copy_value(element))
         return other
-    return config_paths.map_elements(_copy_value, value)
+    return config_types.map_elements(_copy_value, value)
 
 
 def _freeze(value: Any) -> None:
     if isinstance(value, ConfigBase):
         value.freeze()
     elif type(value) not in _IMMUTABLE:
-        for _, child in config_paths.children(value):
+        for _, child in config_types.children(value):
             _freeze(child)
 
 
@@ -396,20 +384,20 @@ class ConfigBase:
         Fields left at a default that is one of `omit_default_values`, such as None, are omitted.
         """
         omitted = list(omit_default_values)
-        found = config_paths.leaves(self)
+        found = config_text.leaves(self)
         return {x.path: x.value for x in found if not (x.is_default and x.value in omitted)}
 
     def debug_string(self) -> str:
-        """Returns the config as text, one line per value; `config_parse.parse` reads it back."""
-        return config_paths.to_text(self)
+        """Returns the config as text, one line per value; `config_text.parse` reads it back."""
+        return config_text.to_text(self)
 
     def get_recursively(self, path: str | Sequence[str | int]) -> Any:
         """Returns the value at a path such as "model.layers[0].dim" or ("model", "dim")."""
-        return config_paths.get(self, path)
+        return config_text.get(self, path)
 
     def set_recursively(self, path: str | Sequence[str | int], *, value: Any) -> None:
         """Sets the value at a path, elements of lists, tuples and dicts included."""
-        config_paths.set_at(self, path, value)
+        config_text.set_at(self, path, value)
 
 
 # -- Configs that build objects ------------------------------------------------------------------
@@ -431,7 +419,7 @@ class InstantiableConfig(ConfigBase, Generic[T]):
     def _locate(self, path: str) -> Self:
         """Records the path of this config below the root, and of those inside it, for errors."""
         self.__dict__["_path"] = path
-        for inner_path, inner in config_paths.sub_configs(self):
+        for inner_path, inner in config_text.sub_configs(self):
             inner.__dict__["_path"] = f"{path}.{inner_path}" if path else inner_path
         return self
 
@@ -576,7 +564,7 @@ class FunctionConfig(InstantiableConfig[T]):
 
     def _is_unset(self, name: str) -> bool:
         value, default = self._values[name], self._fields[name].default
-        if value is default and not config_paths.is_plain(value):
+        if value is default and not config_text.is_plain(value):
             return not config_types.has_reference(value)  # An object without text.
         return super()._is_unset(name)
 
@@ -649,11 +637,21 @@ def config_for_class(cls: type[T]) -> Any:
     return FunctionConfig(cls)
 
 
+@config_text.makes_configs
+def config_of(value: Any) -> ConfigBase:
+    """Returns a new config of a config class, a Configurable, or another class or function."""
+    if isinstance(value, type):
+        if issubclass(value, Configurable):
+            return value.default_config()
+        return value() if issubclass(value, ConfigBase) else config_for_class(value)
+    return config_for_function(value)
+
+
 def maybe_instantiate(value: Any) -> Any:
     """Returns the value with every instantiable config in it, at any depth, instantiated."""
     if isinstance(value, InstantiableConfig):
         return value.instantiate()
-    return config_paths.map_elements(maybe_instantiate, value)
+    return config_types.map_elements(maybe_instantiate, value)
 
 
 # -- Named configs -------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moelib.core.config import ConfigBase, Configurable, InstantiableConfig, config_origin
-from moelib.core.config_paths import set_at, sub_configs
+from moelib.core.config_text import set_at, sub_configs
 from moelib.core.errors import UserError
 
 

@@ -11,7 +11,7 @@ from moelib.core.config import (
     RequiredFieldMissingError,
     did_you_mean,
 )
-from moelib.core.config_paths import join_path, sub_configs
+from moelib.core.config_text import join_path, sub_configs
 from moelib.core.errors import UserError
 from moelib.core.precision import check_float
 from moelib.data.skip_batches import parse_range

@@ -11,7 +11,7 @@ from moelib.core.config import (
     config_class,
     config_for_function,
 )
-from moelib.core.config_parse import set_from_text
+from moelib.core.config_text import set_from_text
 from moelib.core.errors import UserError
 from moelib.data.input import Input
 from moelib.data.synthetic import SyntheticInput

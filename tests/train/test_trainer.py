@@ -19,7 +19,7 @@ from moelib.checkpoint.contents import CheckpointMismatchError, CheckpointRecord
 from moelib.checkpoint.restore import restore_params_only
 from moelib.core import tree
 from moelib.core.config import config_for_function
-from moelib.core.config_parse import parse, set_from_text
+from moelib.core.config_text import parse, set_from_text
 from moelib.core.errors import UserError
 from moelib.data.lm_input import LMInput
 from moelib.data.token_source import InMemoryTokens

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moelib.core.config import config_class
-from moelib.core.config_parse import parse, set_from_text
+from moelib.core.config_text import parse, set_from_text
 from moelib.core.errors import UserError
 from moelib.data.synthetic import SyntheticInput
 from moelib.runs.folder import RunFolder

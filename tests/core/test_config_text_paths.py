@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from moelib.core.config import ConfigBase, InvalidConfigValueError, UnknownFieldError, config_class
-from moelib.core.config_paths import get, join_path, set_at, split_path, sub_configs
+from moelib.core.config_text import get, join_path, set_at, split_path, sub_configs
 
 
 class Pair(NamedTuple):
