@@ -199,7 +199,7 @@ def _checked(title: str, value: Any, annotation: Any) -> Any:
         got = type(value).__qualname__
         advice = config_types.advice(annotation)
         shown = "***" if config_types.is_secret(annotation) else masked(repr(value))
-        raise InvalidConfigValueError(f"{title} = {shown}: got {got}, expected {wanted}{advice}")
+        raise InvalidConfigValueError(f"{title}={shown}: got {got}, expected {wanted}{advice}")
     return value
 
 
@@ -280,8 +280,8 @@ class ConfigBase:
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
+        where = f"{self._path}: " if self._path else ""
         if name not in self._fields:
-            where = f"{self._path}: " if self._path else ""
             near = did_you_mean(name, self._fields)
             raise UnknownFieldError(f"{where}{self._title()} has no field {name!r}; {near}")
         if self._frozen:
@@ -289,7 +289,7 @@ class ConfigBase:
                 f"{self._title()}.{name} belongs to an object that is already built; "
                 "change a clone() and instantiate that."
             )
-        value = _checked(f"{self._title()}.{name}", value, self._fields[name].annotation)
+        value = _checked(f"{where}{self._title()}.{name}", value, self._fields[name].annotation)
         self._values[name] = _copy_value(value)
         self._origins[name] = _caller()
 
@@ -488,7 +488,7 @@ class Configurable(metaclass=_FrozenOnceBuilt):
         def __setattr__(self, name: str, value: Any) -> None:
             if name == "klass" and not isinstance(self, getattr(value, "Config", ())):
                 raise InvalidConfigValueError(
-                    f"{self._title()}.klass = {value!r}: its own Config has other fields; use its "
+                    f"{self._title()}.klass={value!r}: its own Config has other fields; use its "
                     "default_config()."
                 )
             super().__setattr__(name, value)

@@ -82,7 +82,7 @@ def test_a_field_is_in_a_config_by_its_name():
     [
         ("names", 3, UnknownFieldError, r"Outer.*'names'.*'name'"),
         ("xyzzy", 3, UnknownFieldError, r"xyzzy.*act, anything, by_name"),
-        ("name", 3, InvalidConfigValueError, r"Outer.name = 3:.*int.*str"),
+        ("name", 3, InvalidConfigValueError, r"Outer.name=3:.*int.*str"),
         ("name", None, InvalidConfigValueError, r"NoneType.*str"),
         ("inner", 3, InvalidConfigValueError, r"int.*Inner"),
         ("inners", [3], InvalidConfigValueError, r"\[3\]:.*list.*list\["),
@@ -203,7 +203,7 @@ UNSET = object()
         (ConfigBase, "x", int, UNSET, InvalidConfigClassError, r"Bad.x.*`= REQUIRED`"),
         (ConfigBase, "x", UNSET, 3, InvalidConfigClassError, r"Bad.x"),
         (ConfigBase, "x", UNSET, max, InvalidConfigClassError, r"Bad.x"),
-        (ConfigBase, "x", int, "a", InvalidConfigClassError, r"Bad.x = 'a':.*str.*int"),
+        (ConfigBase, "x", int, "a", InvalidConfigClassError, r"Bad.x='a':.*str.*int"),
         (ConfigBase, "_private", int, 1, InvalidConfigNameError, r"Bad._private"),
         (ConfigBase, "clone", int, 1, InvalidConfigNameError, r"Bad.clone"),
         (Inner, "dim", UNSET, lambda self: 3, InvalidConfigClassError, r"Bad.dim.*:Inner"),

@@ -197,7 +197,7 @@ def test_comments_and_empty_lines_are_ignored():
         ("dim 3", r"line 2:.*'path: value'.*'dim 3'"),
         ("dim: 3 +", r"line 2: dim: '3 \+'"),
         ("dim: print(3)", r"line 2: dim: 'print\(3\)'"),
-        ("dim: 'a'", r"line 2:.*= 'a':.*str.*int"),
+        ("dim: 'a'", r"line 2:.*dim='a':.*str.*int"),
         ("dim: 3\ndim: 4", r"line 3: line 2 has set this path"),
         ("dim: 3\ndim.foo: 4", r"line 3: line 2 sets .* to '3'"),
         ("dim.foo: 4\ndim: 3", r"line 2: line 3 sets .* to '3'"),

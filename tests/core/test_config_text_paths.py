@@ -71,7 +71,7 @@ def test_setting_an_element_does_not_change_a_container_that_others_hold():
 
 
 def test_an_element_of_another_type_is_refused():
-    with pytest.raises(InvalidConfigValueError, match=r"Holder.sizes = \('a', 2\):.*tuple"):
+    with pytest.raises(InvalidConfigValueError, match=r"Holder.sizes=\('a', 2\):.*tuple"):
         set_at(Holder(), "sizes[0]", "a")
 
 
