@@ -440,15 +440,21 @@ class InstantiableConfig(ConfigBase, Generic[T]):
 ConfigOr = Union[T, InstantiableConfig[T]]  # noqa: UP007 (subscripted: ConfigOr[float])
 
 
+def _own(value: Any) -> Any:
+    """Returns a copy of an argument that is a config, any other argument as it is."""
+    return value.clone() if isinstance(value, ConfigBase) else value
+
+
 class _FrozenOnceBuilt(abc.ABCMeta):
     """Gives each object a config of its own, which is frozen once the object is built."""
 
-    def __call__(cls, cfg: Any, *args: Any, **kwargs: Any) -> Any:
-        return cls._keep(cfg.clone(), *args, **kwargs)
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        named = {name: _own(value) for name, value in kwargs.items()}
+        return cls._keep(*map(_own, args), **named)
 
-    def _keep(cls, cfg: Any, *args: Any, **kwargs: Any) -> Any:
+    def _keep(cls, *args: Any, **kwargs: Any) -> Any:
         """Returns the object of a config that nothing else holds."""
-        built = super().__call__(cfg, *args, **kwargs)
+        built = super().__call__(*args, **kwargs)
         built.config.freeze()
         return built
 
@@ -551,10 +557,21 @@ class FunctionConfig(InstantiableConfig[T]):
     """A config whose fields are the parameters of a function or class."""
 
     _fields: ClassVar[dict[str, Field]] = {}
+    fn: Callable[..., T]
 
     def __init__(self, fn: Callable[..., T]) -> None:
         self.__dict__.update(fn=fn, _fields=_signature_fields(fn))
         self._start()
+
+    if typing.TYPE_CHECKING:  # No type says "some of the parameters of fn, by name".
+
+        def set(self, **values: Any) -> Self:
+            """Sets parameters."""
+            ...
+
+        def clone(self, **values: Any) -> Self:
+            """Returns a copy with other values of some parameters."""
+            ...
 
     def _title(self) -> str:
         return f"config of {getattr(self.fn, '__qualname__', self.fn)}"
@@ -617,7 +634,7 @@ def _parameter_field(parameter: inspect.Parameter) -> tuple[Any, Any]:
     return Required[ConfigOr[annotation]], default
 
 
-def config_for_function(fn: Callable[..., T]) -> Any:
+def config_for_function(fn: Callable[..., T]) -> FunctionConfig[T]:
     """Returns a config whose fields are the function's parameters; `instantiate()` calls it.
 
     Parameters without a default are REQUIRED; `*args` is a list field, `**kwargs` a dict field.
@@ -628,7 +645,7 @@ def config_for_function(fn: Callable[..., T]) -> Any:
     return FunctionConfig(fn)
 
 
-def config_for_class(cls: type[T]) -> Any:
+def config_for_class(cls: type[T]) -> FunctionConfig[T]:
     """Returns a config whose fields are the parameters of a class that is not a Configurable."""
     if not isinstance(cls, type):
         raise InvalidConfigClassError(f"{cls!r} is not a class; use config_for_function.")
