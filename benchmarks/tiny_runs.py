@@ -15,7 +15,7 @@ from typing import Any
 
 from experiments.flame_moe import DENSE_SIZES, MOE_SIZES, named_trainer_configs
 from moelib.cli import analyze
-from moelib.core.config_paths import set_at
+from moelib.core.config_text import set_at
 from moelib.core.errors import UsageError
 from moelib.data.batches.lm_input import InputMode
 from moelib.launch import DeviceFlags

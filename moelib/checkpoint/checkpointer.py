@@ -39,6 +39,7 @@ from moelib.core.config import (
     config_class,
     config_for_function,
 )
+from moelib.core.config_types import NonNegativeInt, PositiveInt
 from moelib.core.errors import UserError, first_line
 from moelib.core.module import Module
 from moelib.runtime import storage
@@ -73,14 +74,16 @@ class Checkpointer(Module):
         save_policy: InstantiableConfig = config_for_function(every_n_steps_and_last_policy).set(
             n=1000
         )
-        keep_last_n: int | None = 3  # Number of the newest that are kept; None keeps all.
-        keep_every_n_steps: int | None = None  # Multiples of it are kept permanently.
-        keep_best_n: int = 0  # Number that are kept for the best `best_metric`.
+        # Number of the newest that are kept; None keeps all.
+        keep_last_n: NonNegativeInt | None = 3
+        keep_every_n_steps: NonNegativeInt | None = None  # Multiples of it are kept permanently.
+        keep_best_n: NonNegativeInt = 0  # Number that are kept for the best `best_metric`.
         best_metric: str | None = None  # "<evaler>/<metric>", for example "validation/loss".
         best_mode: Literal["min", "max"] = "min"  # Whether the least or the largest is the best.
         # Folder on each host for local checkpoints, such as /dev/shm/moelib; None writes none.
         local_dir: str | None = None
-        local_every_n_steps: int | None = None  # Steps between local checkpoints; None for 20.
+        # Steps between local checkpoints; None for 20.
+        local_every_n_steps: PositiveInt | None = None
         wait: Literal["no", "after_save"] = "no"  # Whether a step waits until it is written.
         skip_checksums: bool = False  # If True, arrays are restored without a comparison.
 
@@ -88,23 +91,20 @@ class Checkpointer(Module):
         """Checks the settings; accesses no file.
 
         Raises:
-            UserError: If a number is negative, or keep_best_n is set and best_metric is not.
+            UserError: If keep_best_n is set and best_metric is not.
         """
         super().__init__(cfg, parent=parent)
         cfg = self.config
-        for name in ("keep_last_n", "keep_every_n_steps", "keep_best_n"):
-            if (getattr(cfg, name) or 0) < 0:
-                path = f"{self.path() or self.name}.{name}"
-                raise UserError(f"{path}={getattr(cfg, name)}; set 0 or more.")
         if cfg.keep_best_n and cfg.best_metric is None:
             raise UserError(
                 f"{self.path() or self.name}.keep_best_n={cfg.keep_best_n}: set best_metric to "
                 "'<evaler>/<metric>' too."
             )
         every, name = cfg.local_every_n_steps, self.path() or self.name
-        if every is not None and (every < 1 or cfg.local_dir is None):
-            cure = "set 1 or more" if every < 1 else "set local_dir, the folder on each host, too"
-            raise UserError(f"{name}.local_every_n_steps={every}; {cure}.")
+        if every is not None and cfg.local_dir is None:
+            raise UserError(
+                f"{name}.local_every_n_steps={every}; set local_dir, the folder on each host, too."
+            )
         if cfg.local_dir:
             storage.require_local(f"{name}.local_dir", cfg.local_dir, "dir for an object store")
         self._policy = cfg.save_policy.instantiate()

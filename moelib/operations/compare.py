@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from moelib.core.config_paths import text_lines
+from moelib.core.config_text import text_lines
 from moelib.core.errors import UserError
 from moelib.operations.curves import RunMetrics
 from moelib.runs.folder import RunFolder

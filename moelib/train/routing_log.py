@@ -21,6 +21,7 @@ import numpy as np
 from moelib.checkpoint.policy import evenly_spaced_policy
 from moelib.core import precision
 from moelib.core.config import InstantiableConfig, config_class, config_for_function, did_you_mean
+from moelib.core.config_types import PositiveInt
 from moelib.core.errors import MissingFileError, UserError, first_line
 from moelib.core.module import functional
 from moelib.core.tree import Nested
@@ -68,7 +69,7 @@ class RoutingEvaler(Watcher):
     class Config(Watcher.Config):
         # Name in `evalers` of the evaler whose input is read; logs are in routing/<name>/.
         evaler: str = "validation"
-        max_batches: int | None = 1  # Number of batches, from the first; None for all.
+        max_batches: PositiveInt | None = 1  # Number of batches, from the first; None for all.
         # Builds a moelib.checkpoint.policy.Policy, whose max_step is by default the trainer's.
         eval_policy: InstantiableConfig = config_for_function(evenly_spaced_policy).set(num=10)
 
@@ -76,12 +77,6 @@ class RoutingEvaler(Watcher):
             """Sets the last step of the policy."""
             if dict(self.eval_policy.items()).get("max_step", 0) is None:
                 self.eval_policy.set(max_step=trainer.max_step)
-
-    def __init__(self, cfg: Config) -> None:
-        """Raises UserError if a number is out of its range."""
-        super().__init__(cfg)
-        if (number := self.config.max_batches) is not None and number < 1:
-            raise UserError(f"routing_log.max_batches={number}; set 1 or more, or None.")
 
     def prepare(self, trainer: Any) -> None:
         """See `use`."""

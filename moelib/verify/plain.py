@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from moelib.core import tree
-from moelib.core.config_paths import sub_configs
+from moelib.core.config_text import sub_configs
 from moelib.core.context import is_aux_loss
 from moelib.core.metrics import MaxScalar, is_metric
 from moelib.core.module import Module, functional

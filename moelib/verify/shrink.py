@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.core.config import REQUIRED, ConfigBase
-from moelib.core.config_paths import sub_configs
+from moelib.core.config_text import sub_configs
 from moelib.data.batches.lm_input import LMInput
 from moelib.data.batches.mixture import Mixture
 from moelib.data.batches.packing import LongDocuments

@@ -20,7 +20,7 @@ from moelib.checkpoint.restore import restore_params_only
 from moelib.checkpoint.writers import DiskWriter
 from moelib.core import tree
 from moelib.core.config import config_for_function
-from moelib.core.config_parse import parse, set_from_text
+from moelib.core.config_text import parse, set_from_text
 from moelib.core.errors import UserError
 from moelib.data.batches.lm_input import LMInput
 from moelib.data.tokens.token_source import InMemoryTokens

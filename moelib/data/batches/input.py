@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moelib.core.config import REQUIRED, Configurable, config_class
+from moelib.core.config_types import PositiveInt
 from moelib.core.errors import UserError
 from moelib.data.tokens.tokenizer import NoTokenizerError, Tokenizer
 
@@ -73,8 +74,8 @@ class Input(Configurable):
 
     @config_class
     class Config(Configurable.Config):
-        seq_len: int = REQUIRED  # S.
-        global_batch_size: int = REQUIRED  # Sequences per step, over all hosts.
+        seq_len: PositiveInt = REQUIRED  # S.
+        global_batch_size: PositiveInt = REQUIRED  # Sequences per step, over all hosts.
 
         def complete(self, model: Any) -> None:
             """Sets unset fields that follow from the config of the model."""
@@ -92,13 +93,6 @@ class Input(Configurable):
         if TYPE_CHECKING:  # A field of this type holds any subclass; its fields may be set.
 
             def __init__(self, **values: Any) -> None: ...
-
-    def __init__(self, cfg: Config) -> None:
-        """Checks the sizes. Raises UserError if one is not positive."""
-        super().__init__(cfg)
-        for name in ("seq_len", "global_batch_size"):
-            if (value := getattr(self.config, name)) < 1:
-                raise UserError(f"{name}={value}: set 1 or more.")
 
     @classmethod
     def load_tokenizer(cls, cfg: Any) -> Tokenizer:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moelib.core.config import REQUIRED, config_class
+from moelib.core.config_types import PositiveInt
 from moelib.core.errors import UserError
 from moelib.data.batches.fill import fill_pieces
 from moelib.data.batches.input import (
@@ -55,19 +56,17 @@ class StreamingInput(Input):
         document_boundary: DocumentBoundary = DocumentBoundary.RESET
         seed: int = 0  # Of the order of documents.
         # Documents that are shuffled among themselves; 1 keeps the order of the source.
-        shuffle_buffer: int = 1024
+        shuffle_buffer: PositiveInt = 1024
         max_bad_records: int = 0  # Records without a document to skip; one more is an error.
         vocab_size: int | None = None  # The model's; a tokenizer with a larger one is refused.
 
     def __init__(self, cfg: Config) -> None:
         """Lists the source and loads the tokenizer; reads no text.
 
-        Raises UserError if a number is out of its range, or the vocabulary too large.
+        Raises UserError if the vocabulary is too large.
         """
         super().__init__(cfg)
         cfg = self.config
-        if cfg.shuffle_buffer < 1:
-            raise UserError(f"shuffle_buffer={cfg.shuffle_buffer}: set 1 or more.")
         self.tokenizer: Any = cfg.tokenizer.instantiate()
         self.parts: Sequence[Part] = cfg.source.instantiate().parts()
         if cfg.vocab_size is not None and self.tokenizer.vocab_size > cfg.vocab_size:

@@ -13,6 +13,7 @@ import tokenize
 from collections.abc import Iterator, Sequence
 
 from moelib.core.config import REQUIRED, config_class
+from moelib.core.config_types import PositiveInt
 from moelib.core.errors import MissingFileError, UserError
 from moelib.data.sources.source import BadRecords, Part, Source
 from moelib.runtime.files import readable
@@ -210,13 +211,12 @@ class TextFiles(Source):
     class Config(Source.Config):
         paths: Sequence[str] = REQUIRED  # Files, folders or glob patterns.
         endings: Sequence[str] = (".txt", ".md", ".rst")  # Of files in a folder.
-        max_document_chars: int | None = None  # Longer files are divided after a line's end.
+        # Longer files are divided after a line's end.
+        max_document_chars: PositiveInt | None = None
 
     def parts(self) -> Sequence[Part]:
-        """Returns the files in groups. Raises UserError if `max_document_chars` is below 1."""
+        """Returns the files in groups."""
         cfg = self.config
-        if cfg.max_document_chars is not None and cfg.max_document_chars < 1:
-            raise UserError(f"max_document_chars={cfg.max_document_chars}: set 1 or more.")
         files = find_files(cfg.paths, tuple(cfg.endings))
         return [TextFilesPart(g, "utf-8", cfg.max_document_chars) for g in group_files(files)]
 

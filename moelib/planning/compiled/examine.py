@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from moelib.core.config_paths import sub_configs
+from moelib.core.config_text import sub_configs
 from moelib.parallel.pipeline.engine import ENDS, SLOTS, branch_shares
 from moelib.planning.hlo.program import Shares, parse
 from moelib.planning.hlo.source import SourceMap

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from moelib.core import jaxpr
-from moelib.core.config_paths import sub_configs
+from moelib.core.config_text import sub_configs
 from moelib.core.param import is_spec
 from moelib.core.tree import Batch, Nested
 from moelib.data.batches.input import TOKEN_ARRAYS

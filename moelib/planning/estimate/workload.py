@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from moelib.core.config import REQUIRED
-from moelib.core.config_paths import sub_configs
+from moelib.core.config_text import sub_configs
 from moelib.core.errors import UserError
 from moelib.core.param import ParameterSpec, is_spec
 from moelib.core.precision import compute_dtype, gradient_dtype

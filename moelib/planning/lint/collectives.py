@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from moelib.core.config_paths import get
+from moelib.core.config_text import get
 from moelib.layers.moe.dispatch_ragged import RingDispatcher
 from moelib.parallel.mesh import describe_mesh
 from moelib.planning.hlo import values

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moelib.core.config_paths import sub_configs
+from moelib.core.config_text import sub_configs
 from moelib.core.jaxpr import abstract_parameters, forward_pass, walk
 from moelib.data.batches.input import batch_spec
 from moelib.planning.hlo import values

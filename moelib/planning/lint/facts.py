@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from moelib.core import tree
-from moelib.core.config_paths import sub_configs
+from moelib.core.config_text import sub_configs
 from moelib.core.param import is_spec
 from moelib.core.precision import is_cast
 from moelib.planning.hlo import source, values

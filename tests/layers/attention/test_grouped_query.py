@@ -95,11 +95,11 @@ def test_parameters_and_flops_are_counted_by_hand():
     [
         ({"num_heads": 3}, "layer: input_dim=8 .*num_heads=3; .*head_dim"),
         ({"num_kv_heads": 3}, "layer: num_heads=4 .*num_kv_heads=3"),
-        ({"num_heads": 0}, "layer: num_heads=0"),
-        ({"num_kv_heads": 0}, "layer: num_kv_heads=0"),
-        ({"head_dim": -4}, "layer: head_dim=-4"),
-        ({"window": 0}, "layer: window=0"),
-        ({"logit_cap": -1.0}, r"layer: logit_cap=-1\.0"),
+        ({"num_heads": 0}, "num_heads=0"),
+        ({"num_kv_heads": 0}, "num_kv_heads=0"),
+        ({"head_dim": -4}, "head_dim=-4"),
+        ({"window": 0}, "window=0"),
+        ({"logit_cap": -1.0}, r"logit_cap=-1\.0"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(fields, message):

@@ -165,14 +165,14 @@ def test_sizes_and_flops_are_those_of_deepseek_v2_lite():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_heads": 0}, "layer: num_heads=0"),
-        ({"q_lora_rank": 0}, "layer: q_lora_rank=0"),
-        ({"kv_lora_rank": -1}, "layer: kv_lora_rank=-1"),
-        ({"nope_head_dim": 0}, "layer: nope_head_dim=0"),
-        ({"v_head_dim": 0}, "layer: v_head_dim=0"),
-        ({"rope_head_dim": 0}, "layer: rope_head_dim=0"),
+        ({"num_heads": 0}, "num_heads=0"),
+        ({"q_lora_rank": 0}, "q_lora_rank=0"),
+        ({"kv_lora_rank": -1}, "kv_lora_rank=-1"),
+        ({"nope_head_dim": 0}, "nope_head_dim=0"),
+        ({"v_head_dim": 0}, "v_head_dim=0"),
+        ({"rope_head_dim": 0}, "rope_head_dim=0"),
         ({"rope_head_dim": 3}, "layer: rope_head_dim=3"),
-        ({"score_factor": 0.0}, r"layer: score_factor=0.0"),
+        ({"score_factor": 0.0}, r"score_factor=0.0"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(fields, message):

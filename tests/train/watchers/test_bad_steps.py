@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moelib.core.config import config_class
-from moelib.core.config_parse import parse, set_from_text
+from moelib.core.config_text import parse, set_from_text
 from moelib.core.errors import UserError
 from moelib.data.batches.synthetic import SyntheticInput
 from moelib.runs.folder import RunFolder
@@ -226,7 +226,7 @@ def test_batches_before_a_bad_one_are_skipped_as_far_as_the_checkpoint(first, ac
 
 @pytest.mark.parametrize("field", ["spike_window", "spike_sigmas", "max_rewinds", "skip_before"])
 def test_numbers_out_of_their_range_are_refused(field):
-    with pytest.raises(UserError, match=f"{field} is -1"):
+    with pytest.raises(UserError, match=f"{field}=-1"):
         policy(**{field: -1})
 
 

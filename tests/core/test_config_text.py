@@ -5,11 +5,10 @@ import random
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import optax
 import pytest
 
-from moelib.core import config_parse, config_paths
+from moelib.core import config_text
 from moelib.core.config import (
     REQUIRED,
     ConfigBase,
@@ -106,7 +105,6 @@ def random_value(rng: random.Random, depth: int = 0) -> Any:
         lambda: rng.randint(-(10**18), 10**18),
         lambda: rng.uniform(-1, 1) * 10.0 ** rng.randint(-300, 300),
         lambda: rng.choice([Color.RED, Level.LOW, Color, schedule, jax.nn.silu, optax.adamw, len]),
-        lambda: np.dtype(rng.choice(["int8", "float32", "bfloat16", "float8_e4m3fn"])),
     ]
     if depth > 3 or rng.random() < 0.3:
         return rng.choice(leaves)()
@@ -138,11 +136,11 @@ def random_value(rng: random.Random, depth: int = 0) -> Any:
 def test_any_config_is_read_back_from_its_text(seed):
     cfg = Layer.default_config().set(anything=random_value(random.Random(seed)))
     text = cfg.debug_string()
-    again = config_parse.parse(text, trusted=True)
+    again = config_text.parse(text, trusted=True)
     assert again == cfg
     assert again.debug_string() == text
     assert cfg.clone().debug_string() == text
-    assert config_paths.diff(cfg, again) == []
+    assert config_text.diff(cfg, again) == []
     for path, value in cfg.to_flat_dict().items():
         if not callable(value):  # Functions and classes open the lines of their configs.
             assert cfg.get_recursively(path) is value
@@ -185,12 +183,12 @@ def test_a_value_that_was_reset_to_none_stays_none():
     model = Model.default_config().set(layer=cfg, optimizer=config_for_function(schedule))
     model.optimizer.steps = REQUIRED  # pyrefly: ignore[missing-attribute]
     model.layer.dtype = None
-    assert config_parse.parse(model.debug_string()) == model
+    assert config_text.parse(model.debug_string()) == model
 
 
 def test_comments_and_empty_lines_are_ignored():
     text = f"# A layer.\n\nklass: {__name__}:Layer\n  # dim:\ndim: 3\n"
-    assert config_parse.parse(text) == Layer.default_config().set(dim=3)
+    assert config_text.parse(text) == Layer.default_config().set(dim=3)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +197,7 @@ def test_comments_and_empty_lines_are_ignored():
         ("dim 3", r"line 2:.*'path: value'.*'dim 3'"),
         ("dim: 3 +", r"line 2: dim: '3 \+'"),
         ("dim: print(3)", r"line 2: dim: 'print\(3\)'"),
-        ("dim: 'a'", r"line 2:.*= 'a':.*str.*int"),
+        ("dim: 'a'", r"line 2:.*dim='a':.*str.*int"),
         ("dim: 3\ndim: 4", r"line 3: line 2 has set this path"),
         ("dim: 3\ndim.foo: 4", r"line 3: line 2 sets .* to '3'"),
         ("dim.foo: 4\ndim: 3", r"line 2: line 3 sets .* to '3'"),
@@ -220,14 +218,14 @@ def test_comments_and_empty_lines_are_ignored():
 )
 def test_a_line_that_cannot_be_read_is_named(lines, message):
     with pytest.raises(ValueError, match=message):
-        config_parse.parse(f"klass: {__name__}:Layer\n{lines}\n")
+        config_text.parse(f"klass: {__name__}:Layer\n{lines}\n")
 
 
 def test_values_read_from_text_know_their_line():
     text = Layer.default_config().set(dim=3).debug_string()
-    assert config_parse.parse(text, source="config.txt:").origin("dim") == "config.txt:2"
+    assert config_text.parse(text, source="config.txt:").origin("dim") == "config.txt:2"
     with pytest.raises(ValueError, match=r"config.txt:1: expected 'path: value'"):
-        config_parse.parse("a", source="config.txt:")
+        config_text.parse("a", source="config.txt:")
 
 
 def config_with_flags() -> Model.Config:
@@ -278,21 +276,21 @@ def config_with_flags() -> Model.Config:
 )
 def test_a_flag_is_read_as_its_field_asks(assignment, path, value):
     cfg = config_with_flags()
-    config_parse.set_from_text(cfg, assignment)
+    config_text.set_from_text(cfg, assignment)
     assert cfg.get_recursively(path) == value
     assert type(cfg.get_recursively(path)) is type(value)
 
 
 def test_a_flag_can_put_in_another_class_or_function():
     cfg = Model.default_config()
-    config_parse.set_from_text(cfg, f"layer={__name__}:Wide")
+    config_text.set_from_text(cfg, f"layer={__name__}:Wide")
     assert cfg.layer == Wide.default_config()
-    config_parse.set_from_text(cfg, f"lr={__name__}:schedule")
+    config_text.set_from_text(cfg, f"lr={__name__}:schedule")
     assert cfg.lr == config_for_function(schedule)
-    config_parse.set_from_text(cfg, f"optimizer={__name__}:Point")
+    config_text.set_from_text(cfg, f"optimizer={__name__}:Point")
     assert cfg.optimizer == config_for_class(Point)
     cfg.optimizer = config_for_function(schedule).set(steps=config_for_function(schedule))
-    config_parse.set_from_text(cfg, f"optimizer.steps={__name__}:Point")
+    config_text.set_from_text(cfg, f"optimizer.steps={__name__}:Point")
     assert cfg.optimizer.steps == config_for_class(Point)
 
 
@@ -300,14 +298,14 @@ def test_a_flag_can_put_in_another_class_or_function():
     ("assignment", "message"),
     [
         ("layer.dim", "--set layer.dim: expected path=value"),
-        ("layer.dim=x", r"--set layer.dim=x: 'x' is not int; set 8, for example\.$"),
+        ("layer.dim=x", r"--set layer.dim=x: 'x' is not int\.$"),
         ("layer.bias=on", r"--set layer.bias=on: 'on' is not bool; choose one of: False, True"),
         ("color=Blu", r"--set color=Blu: 'Blu' is not Color; did you mean 'BLUE'"),
         ("layer.bias=1", r"'1'.*bool"),
         ("color=green", r"--set color=green: 'green'.*Color"),
         ("shade=light", r"'light'.* Shade \| None"),
         ("sizes=1,a", r"'1,a'.*tuple\[int, ...\]"),
-        ("sizes[0]=1.5", r"--set sizes\[0\]=1.5: .*sizes = \(1.5, 2\)"),
+        ("sizes[0]=1.5", r"--set sizes\[0\]=1.5: '1.5' is not int"),
         ("layer.dtype=float33", r"layer\.dtype=float33: 'float33'.*'float32'"),
         ("layer.dtype=bf16", r"layer\.dtype=bf16: 'bf16'.*'bfloat16'.*\?$"),
         ("layer.anything=jax.nn:sillu", r"'sillu'.*'silu'"),
@@ -328,7 +326,7 @@ def test_a_flag_of_another_type_is_refused(assignment, message):
     cfg = config_with_flags().set(optimizer=config_for_function(decaying))
     cfg.layer.anything = jax.nn.relu
     with pytest.raises(InvalidConfigValueError, match=message):
-        config_parse.set_from_text(cfg, assignment)
+        config_text.set_from_text(cfg, assignment)
 
 
 @pytest.mark.parametrize(
@@ -346,14 +344,14 @@ def test_a_flag_of_another_type_is_refused(assignment, message):
 )
 def test_a_flag_that_leads_nowhere_is_refused(assignment, message):
     with pytest.raises(UnknownFieldError, match=message):
-        config_parse.set_from_text(config_with_flags(), assignment)
+        config_text.set_from_text(config_with_flags(), assignment)
 
 
 def test_a_difference_names_paths_and_both_texts():
     a = Model.default_config()
     b = a.clone(color=Color.BLUE, optimizer=config_for_function(schedule))
     b.layer.rate = 0.25
-    assert config_paths.diff(a, b) == [
+    assert config_text.diff(a, b) == [
         ("layer.rate", "0.5", "0.25"),
         ("color", f"{__name__}:Color.RED", f"{__name__}:Color.BLUE"),
         ("optimizer.fn", None, f"{__name__}:schedule"),
@@ -363,8 +361,8 @@ def test_a_difference_names_paths_and_both_texts():
 
 def test_every_value_is_explained():
     cfg = Model.default_config().set(layers=[Layer.default_config()])
-    config_parse.set_from_text(cfg, "layers[0].dim=3")
-    origins = {x.path: (x.text, x.origin) for x in config_paths.leaves(cfg)}
+    config_text.set_from_text(cfg, "layers[0].dim=3")
+    origins = {x.path: (x.text, x.origin) for x in config_text.leaves(cfg)}
     assert origins["layers[0].dim"] == ("3", "--set layers[0].dim=3")
     assert origins["layers[0].rate"] == ("0.5", f"default of {__name__}:Layer.Config")
     assert origins["layer.dim"][1].startswith(f"{__file__}:")
@@ -391,9 +389,9 @@ def test_a_flag_adds_a_config_to_a_dict_of_configs():
             sizes: dict[str, int] = {}
 
     cfg = Holder.default_config()
-    config_parse.set_from_text(cfg, "by_name.new=moelib.learner.learner:Learner")
-    config_parse.set_from_text(cfg, "by_name.new.update_rules=()")
+    config_text.set_from_text(cfg, "by_name.new=moelib.learner.learner:Learner")
+    config_text.set_from_text(cfg, "by_name.new.update_rules=()")
     assert cfg.by_name["new"].update_rules == ()
     for text in ("by_name.other=3", "by_name.other=moelib.learner.learner:param_ema", "sizes.a=3"):
         with pytest.raises((UnknownFieldError, InvalidConfigValueError), match=r"other|sizes"):
-            config_parse.set_from_text(cfg, text)
+            config_text.set_from_text(cfg, text)

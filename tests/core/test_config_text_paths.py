@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from moelib.core.config import ConfigBase, InvalidConfigValueError, UnknownFieldError, config_class
-from moelib.core.config_paths import get, join_path, set_at, split_path, sub_configs
+from moelib.core.config_text import get, join_path, set_at, split_path, sub_configs
 
 
 class Pair(NamedTuple):
@@ -71,7 +71,7 @@ def test_setting_an_element_does_not_change_a_container_that_others_hold():
 
 
 def test_an_element_of_another_type_is_refused():
-    with pytest.raises(InvalidConfigValueError, match=r"Holder.sizes = \('a', 2\):.*tuple"):
+    with pytest.raises(InvalidConfigValueError, match=r"Holder.sizes=\('a', 2\):.*tuple"):
         set_at(Holder(), "sizes[0]", "a")
 
 
