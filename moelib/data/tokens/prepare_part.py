@@ -149,11 +149,12 @@ def _named_errors(folder: str, part: Part) -> Iterator[None]:
 def _pieces(documents: Iterable[str], divided: list[int]) -> Iterator[str]:
     """Yields documents, long ones in pieces; appends their numbers of pieces to `divided`."""
     for document in documents:
-        count = 0
-        for count, piece in enumerate(text_pieces(document), 1):
+        num_pieces = 0
+        for piece in text_pieces(document):
+            num_pieces += 1
             yield piece
-        if count > 1:
-            divided.append(count)
+        if num_pieces > 1:
+            divided.append(num_pieces)
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
