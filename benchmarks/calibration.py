@@ -83,8 +83,15 @@ def _calibrated(run: PublishedRun) -> Calibrated:
     )
     as_ours = dataclasses.replace(candidate, remat=OWN) if run.schedule else candidate
     ours = Estimator(work, rules, {})(as_ours)
-    estimate = Estimator(theirs, rules, {}, lockstep=False)(candidate)
+    estimate = _without_lockstep(Estimator(theirs, rules, {})(candidate))
     return Calibrated(run, estimate, ours.bytes_held)
+
+
+def _without_lockstep(estimate: Estimate) -> Estimate:
+    """Returns an estimate whose ranks wait for their inputs only, unlike those of moelib."""
+    (low, high), (idle, lockstep) = estimate.seconds, estimate.idle
+    seconds = low, high * (1 - lockstep) / (1 - idle)
+    return dataclasses.replace(estimate, seconds=seconds, idle=(idle, idle))
 
 
 def range_of_others(found: Sequence[Calibrated], left_out: int) -> tuple[float, float]:

@@ -177,7 +177,7 @@ def checkpoint(folder: str) -> Subject:
     import numpy as np
 
     from moelib.checkpoint.checkpointer import Checkpointer
-    from moelib.checkpoint.contents import CheckpointRecord
+    from moelib.checkpoint.contents import RunRecord
     from moelib.core import tree
 
     def state(step: int) -> dict[str, Any]:
@@ -188,9 +188,9 @@ def checkpoint(folder: str) -> Subject:
             "learner": [draw((64, 96), np.float32), np.zeros((32, 32), np.float32)],
         }
 
-    def record(step: int) -> CheckpointRecord:
+    def record(step: int) -> RunRecord:
         position = {"step": step, "document_boundary": "reset"}
-        return CheckpointRecord(step, {}, position, metrics={"validation/loss": 1 / step})
+        return RunRecord(step, position, metrics={"validation/loss": 1 / step})
 
     def checkpointer(path: str) -> Any:
         return Checkpointer.default_config().set(dir=path).instantiate(parent=None)
@@ -217,10 +217,10 @@ def checkpoint(folder: str) -> Subject:
 
 def token_store(folder: str) -> Subject:
     """Prepares a token store of two files of tokens."""
-    from moelib.data.prepare import prepare
-    from moelib.data.source import InMemorySource
-    from moelib.data.token_store import TokenStore
-    from moelib.data.tokenizer import ByteTokenizer
+    from moelib.data.sources.source import InMemorySource
+    from moelib.data.tokens.prepare import prepare
+    from moelib.data.tokens.token_store import TokenStore
+    from moelib.data.tokens.tokenizer import ByteTokenizer
 
     rng = random.Random(0)
     texts = ["".join(rng.choices("abcdefg ", k=rng.randrange(1, 200))) for _ in range(100)]
@@ -247,7 +247,7 @@ def export(folder: str) -> Subject:
     """Exports a small model for transformers, in several files of tensors, with a tokenizer."""
     import jax
 
-    from moelib.data.tokenizer import train_bpe
+    from moelib.data.tokens.tokenizer import train_bpe
     from moelib.huggingface.families import read_model
     from moelib.huggingface.pretrained import save_pretrained
 

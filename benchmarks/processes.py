@@ -44,7 +44,7 @@ def _config(flags: Flags) -> Any:
     sets += ["mesh_shape=fsdp=-1,expert=2", f"checkpointer.local_dir={flags.folder}/local"]
     sets += [f"checkpointer.local_every_n_steps={_SAVE_EVERY // 2}", f"dir={flags.folder}"]
     cfg = load_config("experiments.flame_moe", "flame-moe-tiny", max_step=_MAX_STEP, sets=sets)
-    from moelib.data.synthetic import SyntheticInput
+    from moelib.data.batches.synthetic import SyntheticInput
 
     text = SyntheticInput.default_config().set(global_batch_size=16, seq_len=64, vocab_size=512)
     return cfg.set(input=text, evalers={})

@@ -7,7 +7,7 @@ steps that are measured side by side, whatever else the machine does during the 
 losses, scaling laws and comparisons of twins are written into a page, from the files of the runs.
 
     python -m benchmarks.study --estimate              # measure a step of each model, and multiply
-    python -m benchmarks.study --page=docs/study.md    # fetch, train, analyze, write
+    python -m benchmarks.study                         # fetch, train, analyze, write
     python -m benchmarks.study --scale=10              # ten times the FLOPs of every run
 """
 
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from moelib.core.errors import UsageError, UserError
 from moelib.runtime.command_line import flag, no_arguments, run_command
+from moelib.runtime.figures import save_figure
 from moelib.runtime.files import atomic_file, read_json, read_text, write_json
 from moelib.runtime.progress import format_seconds
 from moelib.runtime.table import Table, print_table, to_markdown
@@ -297,7 +298,7 @@ def results(flags: Flags, planned: Sequence[Run]) -> Iterator[str]:
     yield to_markdown(_pairs_table(pairs))
     if pairs:
         yield f"Best run of each budget:\n\n{to_markdown(_best_table(pairs))}"
-        _save(_plot_pairs(pairs), images, "study_twins.svg")
+        save_figure(_plot_pairs(pairs), os.path.join(images, "study_twins.svg"))
         yield "![Losses of all runs over FLOPs and over time](images/study_twins.svg)"
     for kind in KINDS:
         own = [run for run in planned if run.config.startswith(kind) and run not in missing]
@@ -307,7 +308,7 @@ def results(flags: Flags, planned: Sequence[Run]) -> Iterator[str]:
         except UserError as error:
             yield f"Not fitted: {error}"
             continue
-        _save(plot_laws(analysis), images, f"study_{kind}.svg")
+        save_figure(plot_laws(analysis), os.path.join(images, f"study_{kind}.svg"))
         yield f"![Loss over parameters, best parameters over FLOPs](images/study_{kind}.svg)"
         for table in tables:
             yield f"{table.title}:\n\n{to_markdown(table)}"
@@ -420,12 +421,6 @@ def _plot_pairs(pairs: Sequence[tuple[Run, Any]]) -> Any:
         axes.grid(alpha=0.3, which="both")
         axes.legend()
     return figure
-
-
-def _save(figure: Any, folder: str, name: str) -> None:
-    from moelib.analysis.figures import save_figure
-
-    save_figure(figure, os.path.join(folder, name))
 
 
 def write_page(page: str, parts: Sequence[str]) -> None:

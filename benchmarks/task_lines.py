@@ -13,6 +13,7 @@ import tokenize
 from collections.abc import Sequence
 
 from moelib.runtime.command_line import flag, no_arguments, run_command
+from moelib.runtime.figures import save_figure
 from moelib.runtime.table import Table, print_table
 
 _TASKS = pathlib.Path(__file__).parents[1] / "experiments" / "tasks"
@@ -81,10 +82,11 @@ def count() -> list[tuple[str, int, int]]:
 
 def plot(rows: Sequence[tuple[str, int, int]], image: str) -> None:
     """Writes a picture with two bars per paradigm."""
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     names, ours, theirs = zip(*reversed(rows), strict=True)
-    figure, axes = plt.subplots(figsize=(6, 0.4 * len(rows) + 1), layout="constrained")
+    figure = Figure(figsize=(6, 0.4 * len(rows) + 1), layout="constrained")
+    axes = figure.subplots()
     places = [float(i) for i in range(len(rows))]
     axes.barh([y + 0.2 for y in places], ours, 0.4, label="moelib")
     axes.barh([y - 0.2 for y in places], theirs, 0.4, label="RedCoast")
@@ -92,7 +94,7 @@ def plot(rows: Sequence[tuple[str, int, int]], image: str) -> None:
     axes.set(xlabel="lines of code")
     axes.grid(axis="x", alpha=0.3)
     axes.legend()
-    figure.savefig(image, metadata={"Date": None})
+    save_figure(figure, image)
 
 
 def run(flags: Flags, arguments: Sequence[str]) -> None:

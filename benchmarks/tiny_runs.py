@@ -15,9 +15,9 @@ from typing import Any
 
 from experiments.flame_moe import DENSE_SIZES, MOE_SIZES, named_trainer_configs
 from moelib.cli import analyze
-from moelib.core.config_paths import set_at
+from moelib.core.config_text import set_at
 from moelib.core.errors import UsageError
-from moelib.data.lm_input import InputMode
+from moelib.data.batches.lm_input import InputMode
 from moelib.launch import DeviceFlags
 from moelib.runs.metrics_file import read_metrics
 from moelib.runtime.command_line import flag, no_arguments, run_command

@@ -1,7 +1,7 @@
 """Rewrites what pages take from the code: `python -m docs.generate`, or `make format`.
 
-docs/cli.md has a section for each command. Other pages quote regions of tests, which are marked
-with `# --8<-- [start:NAME]` and `# --8<-- [end:NAME]`:
+Pages quote regions of tests, which are marked with `# --8<-- [start:NAME]` and
+`# --8<-- [end:NAME]`:
 
     <!-- from tests/layers/test_external.py:nnx -->
     ```python
@@ -25,9 +25,7 @@ import tempfile
 import textwrap
 from unittest import mock
 
-from benchmarks import __main__ as benchmarks
-from moelib.cli.main import Command, describe_commands, run
-from moelib.runtime.command_line import describe_flags
+from moelib.cli.main import run
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 QUOTE = re.compile(
@@ -47,8 +45,9 @@ MODEL = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)  # The f
 
 
 def pages() -> list[pathlib.Path]:
-    """Returns the README and the pages of the documentation."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    """Returns the README, the measurements and the pages of the documentation."""
+    others = [ROOT / "README.md", ROOT / "benchmarks/RESULTS.md"]
+    return [*others, *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def regions(file: pathlib.Path) -> dict[str, str]:
@@ -129,63 +128,12 @@ def dry_run(command: str) -> str:
     return printed
 
 
-# -- Commands ------------------------------------------------------------------------------------
-
-CLI = ROOT / "docs/cli.md"
-BELOW = "<!-- Generated from here on by docs/generate.py. -->\n"
-
-
-def commands() -> dict[str, Command]:
-    """Returns the commands that have a section, by the words that begin their command lines."""
-    found = {f"moelib {name}": each for name, each in describe_commands().items()}
-    summary = "Measure parts of a training step on this machine (in the repository)."
-    flags = describe_flags(benchmarks.Flags)
-    return {**found, "python -m benchmarks": Command(summary, benchmarks.__doc__ or "", flags)}
-
-
-def command_sections() -> str:
-    """Returns a section for each command: its description, and a table of its flags."""
-    return "\n".join(
-        f"## {name}\n\n{command.summary}\n\n{_as_markdown(command.text)}\n{_flag_table(command)}"
-        for name, command in commands().items()
-    )
-
-
-def _as_markdown(docstring: str) -> str:
-    """Returns a docstring with its examples and lists fenced."""
-    _, *paragraphs = docstring.strip().split("\n\n")
-    lines = []
-    for paragraph in paragraphs:
-        is_code = paragraph.startswith(("    ", "moelib "))
-        language = "bash" if paragraph.lstrip().startswith("moelib ") else "text"
-        text = textwrap.dedent(paragraph)
-        lines.append(f"```{language}\n{text}\n```\n" if is_code else f"{text}\n")
-    return "\n".join(lines)
-
-
-def _flag_table(command: Command) -> str:
-    """Returns a Markdown table of a command's flags."""
-    lines = ["| Flag | Type | Default | Meaning |", "| --- | --- | --- | --- |"]
-    for flag in command.flags:
-        name = f"`--{flag.name}`" + (f", `-{flag.short}`" if flag.short else "")
-        kind = flag.kind.replace("|", ", ")
-        kind += f", at least {flag.lower_bound}" if flag.lower_bound is not None else ""
-        kind += ", repeatable" if flag.repeatable else ", separated by commas" if flag.split else ""
-        default = "" if flag.default in (None, ()) else f"`{flag.default}`"
-        default = {"`True`": "yes", "`False`": "no"}.get(default, default)
-        lines.append(f"| {name} | {kind} | {default} | {flag.help.replace('|', chr(92) + '|')} |")
-    return "\n".join(lines) + "\n"
-
-
 # -- Pages ---------------------------------------------------------------------------------------
 
 
 def generated(page: pathlib.Path) -> str:
     """Returns the text that a page must have."""
-    text = page.read_text(encoding="utf-8")
-    if page == CLI:
-        text = text.partition(BELOW)[0] + BELOW + "\n" + command_sections()
-    return with_dry_runs(with_quotes(text))
+    return with_dry_runs(with_quotes(page.read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":

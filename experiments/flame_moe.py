@@ -16,8 +16,8 @@ from typing import NamedTuple
 from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.checkpoint.policy import every_n_steps_and_last_policy
 from moelib.core.config import config_for_function
-from moelib.data.lm_input import LMInput
-from moelib.data.packing import DocumentBoundary
+from moelib.data.batches.lm_input import LMInput
+from moelib.data.batches.packing import DocumentBoundary
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.feed_forward import FeedForward
 from moelib.layers.initializers import constant, fan_in_normal, normal

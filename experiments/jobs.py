@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from moelib.core.config import config_for_function
-from moelib.data.lm_input import InputMode, LMInput
-from moelib.data.token_store import TokenStore
+from moelib.data.batches.lm_input import InputMode, LMInput
+from moelib.data.tokens.token_store import TokenStore
 from moelib.learner import schedules, transforms
 from moelib.learner.learner import Learner
 from moelib.learner.optimizers import adamw_optimizer

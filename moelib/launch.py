@@ -16,7 +16,7 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from moelib.core import config_parse, config_paths, trusted_code
+from moelib.core import config_text, trusted_code
 from moelib.core.config import ConfigBase, config_origin, get_named_trainer_config
 from moelib.core.config_modifier import apply_mesh_rule
 from moelib.core.errors import UsageError, UserError, refuse_single_strings
@@ -201,7 +201,7 @@ class TrainFlags(ConfigFlags, DeviceFlags):
         for name, field in fields.items():
             if (value := getattr(self, name)) not in (None, ()):
                 with config_origin(f"--{name}"):
-                    config_paths.set_at(cfg, field, value)
+                    config_text.set_at(cfg, field, value)
         return cfg
 
     @contextlib.contextmanager
@@ -302,7 +302,7 @@ def load_config(
     if mesh_selector is not None:
         cfg = select_mesh(cfg, mesh_selector)
     if max_step is not None:
-        config_parse.set_from_text(cfg, f"max_step={max_step}", flag="--max_step")
+        config_text.set_from_text(cfg, f"max_step={max_step}", flag="--max_step")
     for assignment in sets:
         set_field(cfg, assignment)
     if data_dir is not None:
@@ -321,7 +321,7 @@ def set_field(cfg: ConfigBase, assignment: str, *, flag: str = "--set") -> None:
     path, equals, text = (part.strip() for part in assignment.partition("="))
     is_mesh = path == "mesh_shape" and equals
     if not is_mesh or re.match(r"[(\[]|.*:", text):  # A tuple, or the name of a value.
-        config_parse.set_from_text(cfg, assignment)
+        config_text.set_from_text(cfg, assignment)
         return
     from moelib.parallel.mesh import parse_mesh
 
@@ -353,7 +353,7 @@ def set_data_dir(cfg: ConfigBase, data_dir: str) -> None:
     with config_origin(f"--data_dir={data_dir}"):
         for path, value in cfg.to_flat_dict().items():
             if isinstance(value, str) and "{data_dir}" in value:
-                config_paths.set_at(cfg, path, value.replace("{data_dir}", folder.rstrip("/")))
+                config_text.set_at(cfg, path, value.replace("{data_dir}", folder.rstrip("/")))
 
 
 def check_data_dir(cfg: ConfigBase) -> None:

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from moelib import launch
-from moelib.core import config_parse
+from moelib.core import config_text
 from moelib.core.config import (
     REQUIRED,
     Configurable,
@@ -239,7 +239,7 @@ def test_selector_without_a_rule_names_the_rules():
 def test_config_text_of_a_loaded_config_reads_back(folder):
     write(folder, "reads_back", MODULE)
     cfg = launch.load_config("reads_back", "small", sets=["max_step=3"])
-    assert config_parse.parse(cfg.debug_string()) == cfg
+    assert config_text.parse(cfg.debug_string()) == cfg
 
 
 def test_function_that_returns_no_config_is_named(folder):

@@ -18,8 +18,8 @@ from moelib.core.context import OutputCollection
 from moelib.core.metrics import maximum, weighted
 from moelib.core.module import functional
 from moelib.core.param import ParameterSpec
-from moelib.data.lm_input import InputMode
-from moelib.data.synthetic import SyntheticInput, SyntheticTokens
+from moelib.data.batches.lm_input import InputMode
+from moelib.data.batches.synthetic import SyntheticInput, SyntheticTokens
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.base import BaseLayer
 from moelib.layers.feed_forward import FeedForward

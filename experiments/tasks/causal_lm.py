@@ -21,7 +21,7 @@ import moelib
 from moelib.core.config import config_for_function
 from moelib.core.module import functional
 from moelib.core.param import specs_by_path
-from moelib.data.tokenizer import ByteTokenizer
+from moelib.data.tokens.tokenizer import ByteTokenizer
 from moelib.huggingface.families import read_model
 from moelib.huggingface.pretrained import save_pretrained
 from moelib.learner.optimizers import adamw_optimizer

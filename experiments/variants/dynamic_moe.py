@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.config_modifier import ConfigModifier, replace_layer_config_recursively
+from moelib.core.config_types import PositiveInt
 from moelib.core.errors import UserError
 from moelib.core.metrics import weighted
 from moelib.core.param import ParameterSpec
@@ -37,14 +38,13 @@ class TopAnyRouter(BaseLayer):
     class Config(BaseLayer.Config):
         input_dim: Required[int] = REQUIRED  # D.
         num_experts: Required[int] = REQUIRED  # E.
-        num_experts_per_token: Required[int] = REQUIRED  # K; further experts are not used.
-        num_initial_experts: int | None = None  # Active experts at the start; E if None.
-        window_steps: int = 100  # Steps after which experts are removed and added.
+        num_experts_per_token: Required[PositiveInt] = REQUIRED  # K; further experts are not used.
+        num_initial_experts: PositiveInt | None = None  # Active experts at the start; E if None.
+        window_steps: PositiveInt = 100  # Steps after which experts are removed and added.
         loss_weight: float = 0.01  # Of the loss for diverse and simple gates, in the objective.
 
     def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
         super().__init__(cfg, parent=parent)
-        self._check_positive("window_steps", "num_experts_per_token", "num_initial_experts")
         cfg = self.config
         for name in ("num_initial_experts", "num_experts_per_token"):
             if (number := getattr(cfg, name) or 1) > cfg.num_experts:

@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float
 
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.config_modifier import ConfigModifier, replace_layer_config_recursively
+from moelib.core.config_types import PositiveInt
 from moelib.core.metrics import weighted
 from moelib.core.param import ParameterSpec
 from moelib.layers import initializers
@@ -52,16 +53,15 @@ class ExpertChoiceRouter(BaseLayer):
     class Config(BaseLayer.Config):
         input_dim: Required[int] = REQUIRED  # D.
         num_experts: Required[int] = REQUIRED  # E.
-        num_experts_per_token: Required[int] = REQUIRED  # c.
+        num_experts_per_token: Required[PositiveInt] = REQUIRED  # c.
         group: ChoiceGroup = ChoiceGroup.BATCH  # Tokens among which experts choose.
         # K: of the experts that take a token, those with lower scores lose it. None for no limit; a
         # limit saves memory for K T rows.
-        max_experts_per_token: int | None = None
+        max_experts_per_token: PositiveInt | None = None
         threshold_decay: float = 0.95  # Of the mean of lowest scores, per micro-batch.
 
     def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
         super().__init__(cfg, parent=parent)
-        self._check_positive("num_experts_per_token", "max_experts_per_token")
         _warn_of_leak(type(self).__qualname__)
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
@@ -130,7 +130,7 @@ class UseExpertChoice(ConfigModifier):
     @config_class
     class Config(ConfigModifier.Config):
         group: ChoiceGroup = ChoiceGroup.BATCH  # See `ExpertChoiceRouter`.
-        max_experts_per_token: int | None = 8  # See `ExpertChoiceRouter`.
+        max_experts_per_token: PositiveInt | None = 8  # See `ExpertChoiceRouter`.
 
     def __call__(self, cfg):
         """Returns the changed config of a trainer."""

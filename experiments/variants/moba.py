@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moelib.core.config import config_class
 from moelib.core.config_modifier import ConfigModifier, replace_layer_config_recursively
+from moelib.core.config_types import PositiveInt
 from moelib.core.errors import UserError
 from moelib.layers.attention.cached import held_positions
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
@@ -32,12 +33,11 @@ class BlockAttention(GroupedQueryAttention):
 
     @config_class
     class Config(GroupedQueryAttention.Config):
-        block_size: int = 512  # Tokens of a block (paper, section 3.1).
-        num_blocks: int = 3  # Blocks that a query attends to, its own included.
+        block_size: PositiveInt = 512  # Tokens of a block (paper, section 3.1).
+        num_blocks: PositiveInt = 3  # Blocks that a query attends to, its own included.
 
     def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
         super().__init__(cfg, parent=parent)
-        self._check_positive("block_size", "num_blocks")
         for name in ("window", "sinks", "logit_cap"):
             if value := getattr(self.config, name):
                 raise UserError(f"{self._title()}: {name}={value}: block attention has none.")
@@ -117,8 +117,8 @@ class UseBlockAttention(ConfigModifier):
 
     @config_class
     class Config(ConfigModifier.Config):
-        block_size: int = 512  # See `BlockAttention`.
-        num_blocks: int = 3
+        block_size: PositiveInt = 512  # See `BlockAttention`.
+        num_blocks: PositiveInt = 3
 
     def __call__(self, cfg):
         """Returns the changed config of a trainer."""

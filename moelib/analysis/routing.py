@@ -8,24 +8,23 @@ Letters: N tokens, B sequences, S sequence length, K experts per token, E expert
 
 import dataclasses
 import logging
-import math
-import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from moelib.analysis import routing_counts as counts
 from moelib.analysis.placement import replay
+from moelib.analysis.report import write_files
 from moelib.analysis.routing_counts import as_json
 from moelib.core.errors import UserError
 from moelib.runs.routing_file import DamagedLogError, RoutingLog, list_logs, log_folder
-from moelib.runtime import storage
-from moelib.runtime.files import write_json
 
 logger = logging.getLogger(__name__)
 
 Series = dict[str, dict[str, Any]]  # {analysis: {layer: numbers}}
+# Fields of the headers in which comparable logs are equal.
+_COMPARED = "config_hash", "vocab_size", "layers", "seq_len", "batch_size", "num_batches", "input"
 _SHOWN = 3  # Steps whose co-activation is kept: the first, the middle, the last.
 _NUM_BEST = 2  # Token ids that stand for an expert.
 
@@ -115,17 +114,8 @@ def check_comparable(logs: Sequence[RoutingLog]) -> None:
         UserError: If not; names the field and both values.
     """
     first = logs[-1]
-    fields = [
-        "config_hash",
-        "vocab_size",
-        "layers",
-        "seq_len",
-        "batch_size",
-        "num_batches",
-        "input",
-    ]
     for log in logs[:-1]:
-        for name in fields:
+        for name in _COMPARED:
             was, now = (getattr(each.header, name) for each in (log, first))
             if was != now:
                 cure = "select steps (--steps), or remove the other logs"
@@ -144,6 +134,60 @@ def check_comparable(logs: Sequence[RoutingLog]) -> None:
 
 
 # -- Numbers -------------------------------------------------------------------------------------
+
+
+class Routed(NamedTuple):
+    """The routing of a layer's tokens at a step, padding excluded."""
+
+    ids: counts.Ids  # Expert ids [N, K].
+    load: counts.Counts  # Assignments to each expert [E].
+    entropy: float | None  # Mean over tokens, nats.
+
+
+def routed(log: RoutingLog, layer: str) -> Routed:
+    """Returns the routing of the tokens of a log, in their order."""
+    parts, entropy = [], 0.0
+    for ids, entropies, mask in log.layer(layer, "expert_ids", "entropy", "mask"):
+        parts.append(ids[mask] if not mask.all() else ids.reshape(-1, ids.shape[-1]))
+        entropy += float(entropies[mask].sum(dtype=np.float64))
+    ids = np.concatenate(parts)
+    return Routed(ids, counts.load(ids, log.sizes(layer).num_experts), _share(entropy, len(ids)))
+
+
+def _load(now: Routed, before: Routed | None, last: Routed) -> dict[str, Any]:
+    del before, last
+    return {
+        "load": now.load.tolist(),
+        "max_violation": as_json(counts.load_violation(now.load)),
+        "dead_experts": np.flatnonzero(now.load == 0).tolist(),
+        "entropy": now.entropy,
+    }
+
+
+def _saturation(now: Routed, before: Routed | None, last: Routed) -> dict[str, Any]:
+    """Returns the shares of the k best experts that are among those of the last step, by k."""
+    del before
+    top_k, num_experts = now.ids.shape[1], len(now.load)
+    both = counts.overlap(now.ids, last.ids, num_experts)
+    every = counts.assignments(now.ids, num_experts)
+    return {
+        str(k): _share(both[k - 1], every[k - 1]) for k in sorted({1, 2, 4, top_k}) if k <= top_k
+    }
+
+
+def _drift(now: Routed, before: Routed | None, last: Routed) -> dict[str, Any]:
+    """Returns the shares of assignments and of load that changed since the step before."""
+    del last
+    if before is None:
+        return {"changed": None, "load_shift": None}
+    kept = counts.overlap(before.ids, now.ids, len(now.load))[-1]
+    num = int(now.load.sum())
+    old, new = (x.load / max(x.load.sum(), 1) for x in (before, now))
+    return {"changed": _share(num - kept, num), "load_shift": as_json(np.abs(old - new).sum() / 2)}
+
+
+# Analyses of one step, given the step before, if it has a log, and the last one.
+_OF_A_STEP = {"load": _load, "saturation": _saturation, "drift": _drift}
 
 
 def analyze(
@@ -166,135 +210,96 @@ def analyze(
     found: Series = {}
     for layer in logs.last.layers:
         on_layer(layer)
-        numbers = _over_steps(logs, layer, token_ids, settings)
-        numbers["replay"] = replay(
-            logs.last, layer, settings.capacity_factors, settings.expert_parallel
-        )
-        for analysis, values in numbers.items():
-            found.setdefault(analysis, {})[layer] = values
+        for analysis, numbers in _of_layer(logs, layer, token_ids, settings).items():
+            found.setdefault(analysis, {})[layer] = numbers
     return found
 
 
-def _over_steps(
+def _of_layer(
     logs: Logs, layer: str, token_ids: counts.Ids, settings: Settings
 ) -> dict[str, dict[str, Any]]:
     """Returns the numbers of a layer by analysis; lists over steps have null where no log is."""
-    num_experts, top_k, _ = logs.last.sizes(layer)
-    last = ids_of_tokens(logs.last, layer)
-    experts = specialized(last, token_ids, num_experts, logs.last.header.vocab_size, settings)
-    load: dict[str, list[Any]] = {name: [] for name in ("load", "max_violation", "dead_experts")}
-    entropy: list[float | None] = []
-    kept: dict[str, list[Any]] = {str(k): [] for k in sorted({1, 2, 4, top_k}) if k <= top_k}
-    drift: dict[str, list[Any]] = {"changed": [], "load_shift": []}
-    together: dict[str, Any] = {}
-    traces: list[dict[str, list[Any]]] = [{"shares": []} for _ in experts["experts"]]
-    before: tuple[counts.Ids, counts.Counts] | None = None
-    shown = _shown(list(logs.logs))
+    last, before = routed(logs.last, layer), None
+    experts = specialized(last, token_ids, logs.last.header.vocab_size, settings)
+    rows = {name: dict[int, dict[str, Any]]() for name in (*_OF_A_STEP, "specialization")}
+    together, shown = {}, _shown(list(logs.logs))
     for step in logs.steps:
-        if step not in logs.logs:
-            for values in (*load.values(), entropy, *kept.values(), *drift.values()):
-                values.append(None)
-            for trace in traces:
-                trace["shares"].append(None)
+        if (log := logs.logs.get(step)) is None:
             before = None
             continue
-        ids = last if logs.logs[step] is logs.last else ids_of_tokens(logs.logs[step], layer)
-        per_expert = counts.load(ids, num_experts)
-        load["load"].append(per_expert.tolist())
-        load["max_violation"].append(as_json(counts.load_violation(per_expert)))
-        load["dead_experts"].append(np.flatnonzero(per_expert == 0).tolist())
-        entropy.append(_mean_entropy(logs.logs[step], layer))
-        both, every = counts.overlap(ids, last, num_experts), counts.assignments(ids, num_experts)
-        for k, values in kept.items():
-            values.append(as_json(_share(both[int(k) - 1], every[int(k) - 1])))
-        for name, value in _drift(before, (ids, per_expert), num_experts).items():
-            drift[name].append(as_json(value))
+        now = last if log is logs.last else routed(log, layer)
+        for name, numbers_of in _OF_A_STEP.items():
+            rows[name][step] = numbers_of(now, before, last)
+        rows["specialization"][step] = {
+            each["expert"]: _shares_of(now.ids, token_ids, each) for each in experts["experts"]
+        }
         if step in shown:
-            together[str(step)] = as_json(counts.conditional(counts.coactivation(ids, num_experts)))
-        for expert, trace in zip(experts["experts"], traces, strict=True):
-            trace["shares"].append(_shares_of(ids, token_ids, expert))
-        before = ids, per_expert
-    for expert, trace in zip(experts["experts"], traces, strict=True):
-        expert["shares_by_step"] = trace["shares"]
+            pairs = counts.coactivation(now.ids, len(now.load))
+            together[str(step)] = as_json(counts.conditional(pairs))
+        before = now
+    series = {name: _over_steps(of_step, logs.steps) for name, of_step in rows.items()}
+    shares = series.pop("specialization")
+    for each in experts["experts"]:
+        each["shares_by_step"] = shares[each["expert"]]
+    sizes = settings.capacity_factors, settings.expert_parallel
     return {
-        "load": {**load, "entropy": entropy},
-        "saturation": kept,
+        "load": series["load"],
+        "saturation": series["saturation"],
         "coactivation": together,
         "specialization": experts,
-        "drift": drift,
+        "drift": series["drift"],
+        "replay": replay(logs.last, layer, *sizes),
     }
+
+
+def _over_steps(rows: Mapping[int, Mapping[Any, Any]], steps: Sequence[int]) -> dict[Any, Any]:
+    """Returns {name: values at all steps} of {step: {name: value}}; null at steps without a row."""
+    names = next(iter(rows.values()))
+    return {name: [rows[x][name] if x in rows else None for x in steps] for name in names}
 
 
 def _shown(steps: Sequence[int]) -> set[int]:
     return {steps[round(i * (len(steps) - 1) / (_SHOWN - 1))] for i in range(_SHOWN)}
 
 
-def ids_of_tokens(log: RoutingLog, layer: str) -> counts.Ids:
-    """Returns the expert ids [N, K] of the tokens of a log, padding excluded, in their order."""
-    parts = [
-        ids[mask] if not mask.all() else ids.reshape(-1, ids.shape[-1])
-        for ids, mask in log.layer(layer, "expert_ids", "mask")
-    ]
-    return np.concatenate(parts)
-
-
-def _mean_entropy(log: RoutingLog, layer: str) -> float | None:
-    """Returns the mean entropy over tokens, nats."""
-    total = num = 0.0
-    for entropy, mask in log.layer(layer, "entropy", "mask"):
-        total += float(entropy[mask].sum(dtype=np.float64))
-        num += int(mask.sum())
-    return as_json(total / num if num else math.nan)
-
-
-def _drift(before: Any, now: Any, num_experts: int) -> dict[str, float]:
-    """Returns the shares of assignments and of load that changed since the step before; or NaN."""
-    if before is None:
-        return {"changed": math.nan, "load_shift": math.nan}
-    (old, old_load), (new, new_load) = before, now
-    kept = _share(counts.overlap(old, new, num_experts)[-1], new_load.sum())
-    loads = [x / max(x.sum(), 1) for x in (old_load, new_load)]
-    return {"changed": 1 - kept, "load_shift": float(np.abs(loads[0] - loads[1]).sum() / 2)}
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else math.nan
+def _share(part: float, whole: int) -> float | None:
+    return as_json(part / whole) if whole else None
 
 
 def specialized(
-    ids: counts.Ids, token_ids: counts.Ids, num_experts: int, vocab_size: int, settings: Settings
+    last: Routed, token_ids: counts.Ids, vocab_size: int, settings: Settings
 ) -> dict[str, Any]:
     """Returns the token ids with the largest shares of each expert, and a baseline.
 
     The baseline is the same statistic after a permutation of the assignments among tokens: what the
     selection of the largest share gives by chance, and by an uneven load.
     """
-    size = {"min_count": settings.min_count}
-    sizes = num_experts, vocab_size
-    shares = counts.specialization(ids, token_ids, *sizes, **size)
-    permuted = np.random.default_rng(settings.seed).permutation(len(ids))
-    chance = counts.specialization(ids[permuted], token_ids, *sizes, **size)
+    shares_of = lambda ids: counts.specialization(
+        ids, token_ids, len(last.load), vocab_size, min_count=settings.min_count
+    )
+    shares = shares_of(last.ids)
+    chance = shares_of(np.random.default_rng(settings.seed).permutation(last.ids))
     occurrences = counts.token_counts(token_ids, vocab_size)
-    dead = counts.load(ids, num_experts) == 0
     experts: list[dict[str, Any]] = []
     for expert, best in enumerate(counts.best_tokens(shares, _NUM_BEST)):
-        largest = [_largest(x[expert]) if not dead[expert] else None for x in (shares, chance)]
         named = [
             {"token": t, "count": int(occurrences[t]), "share": as_json(shares[expert, t])}
             for t in best
         ]
-        experts.append({"expert": expert, "best": named, "share": largest[0], "chance": largest[1]})
-    means = {
-        name: as_json(_mean([each[name] for each in experts if each[name] is not None]))
-        for name in ("share", "chance")
-    }
+        largest = {
+            name: _largest(x[expert]) if last.load[expert] else None
+            for name, x in (("share", shares), ("chance", chance))
+        }
+        experts.append({"expert": expert, "best": named, **largest})
+    known = {x: [each[x] for each in experts if each[x] is not None] for x in ("share", "chance")}
     return {
         "min_count": settings.min_count,
         "token_ids": int((occurrences >= settings.min_count).sum()),
         "token_ids_too_rare": int(((occurrences > 0) & (occurrences < settings.min_count)).sum()),
         "token_ids_that_never_occur": int((occurrences == 0).sum()),
-        "mean_share": means["share"],
-        "mean_chance": means["chance"],
+        **{
+            f"mean_{x}": as_json(np.mean(values)) if values else None for x, values in known.items()
+        },
         "experts": experts,
     }
 
@@ -302,10 +307,6 @@ def specialized(
 def _largest(shares: counts.Floats) -> float | None:
     defined = shares[~np.isnan(shares)]
     return float(defined.max()) if len(defined) else None
-
-
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if values else math.nan
 
 
 def _shares_of(ids: counts.Ids, token_ids: counts.Ids, expert: dict[str, Any]) -> list[float]:
@@ -323,7 +324,7 @@ def _shares_of(ids: counts.Ids, token_ids: counts.Ids, expert: dict[str, Any]) -
 def write_analysis(
     logs: Logs, found: Series, output: str, decode: Callable[[int], str] | None = None
 ) -> list[str]:
-    """Writes the numbers, plots and the report of a run into a folder; returns the files' names.
+    """Writes the numbers, plots and the report of a run into a folder; returns the files' paths.
 
     Args:
         logs: The logs.
@@ -331,9 +332,8 @@ def write_analysis(
         output: The folder.
         decode: Function from a token id to its text, for the report.
     """
-    from moelib.analysis.routing_report import PLOTS, plot, report
+    from moelib.analysis.routing_report import plot, report
 
-    storage.make_folder(output)
     header = logs.last.header
     common = {
         "run": logs.run,
@@ -343,12 +343,8 @@ def write_analysis(
         "missing": {str(step): reason for step, reason in logs.missing.items()},
         "reference_step": header.step,
     }
-    names = []
-    for analysis, layers in found.items():
-        write_json(os.path.join(output, f"{analysis}.json"), {**common, "layers": layers}, indent=1)
-        plot(os.path.join(output, f"{analysis}.svg"), analysis, logs.steps, layers)
-        names += [f"{analysis}.json", f"{analysis}.svg"]
-    assert set(found) <= set(PLOTS)
-    path = os.path.join(output, "report.md")
-    storage.write_bytes(path, report(logs, found, decode).encode())
-    return [*names, "report.md"]
+    parts = {
+        analysis: ({**common, "layers": layers}, plot(analysis, logs.steps, layers))
+        for analysis, layers in found.items()
+    }
+    return write_files(output, parts, report(logs, found, decode))

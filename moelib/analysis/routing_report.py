@@ -1,6 +1,7 @@
 """Plots and the report of routing analyses."""
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -66,21 +67,15 @@ def _floats(values: Sequence[float | None]) -> np.ndarray:
 # -- Plots ---------------------------------------------------------------------------------------
 
 
-def plot(path: str, analysis: str, steps: Sequence[int], layers: Mapping[str, Any]) -> None:
-    """Writes the plot of an analysis as an SVG, which has the same bytes every time.
+def plot(analysis: str, steps: Sequence[int], layers: Mapping[str, Any]) -> Any:
+    """Returns the figure of an analysis.
 
     Args:
-        path: Path of the file.
         analysis: Name in `PLOTS`.
         steps: All steps; undefined numbers are gaps.
         layers: Numbers of the analysis by layer.
     """
-    import io
-
-    import matplotlib as mpl
     from matplotlib.figure import Figure
-
-    from moelib.runtime import storage
 
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     if analysis == "coactivation":
@@ -92,10 +87,7 @@ def plot(path: str, analysis: str, steps: Sequence[int], layers: Mapping[str, An
         names = {n: lines.get(analysis) or list(x)[-1] for n, x in layers.items()}
         _lines(figure.subplots(), steps, {n: layers[n][names[n]] for n in layers})
         figure.axes[0].set(xlabel="step", ylabel=PLOTS[analysis][1])
-    content = io.BytesIO()
-    with mpl.rc_context({"svg.hashsalt": "moelib"}):
-        figure.savefig(content, format="svg", metadata={"Date": None})
-    storage.write_bytes(path, content.getvalue())
+    return figure
 
 
 def _lines(axes: Any, steps: Sequence[int], values: Mapping[str, Sequence[float | None]]) -> None:
@@ -127,22 +119,13 @@ def _heat_maps(figure: Any, layers: Mapping[str, Any]) -> None:
 
 
 def _bars(axes: Any, analysis: str, layers: Mapping[str, Any]) -> None:
-    if analysis == "specialization":
-        bars = {
-            "experts": [each["mean_share"] for each in layers.values()],
-            "permuted assignments": [each["mean_chance"] for each in layers.values()],
-        }
-    else:
-        bars = {}
-        for n in next(iter(layers.values()))["expert_parallel"]:
-            for name in ("trainer", "proposed"):
-                rows = [
-                    each["expert_parallel"][n][name]["rows_per_token"] for each in layers.values()
-                ]
-                bars[f"{n} devices, {name}"] = rows
+    """Draws the numbers of the report's table that have the unit of the plot."""
+    rows = [_cells(analysis, numbers, (0, 0), None) for numbers in layers.values()]
+    bars = [column for column in rows[0] if re.fullmatch("share|baseline|rows, .*", column)]
     where, width = np.arange(len(layers)), 0.8 / max(len(bars), 1)
-    for i, (label, values) in enumerate(bars.items()):
-        axes.bar(where + (i - (len(bars) - 1) / 2) * width, _floats(values), width, label=label)
+    for i, column in enumerate(bars):
+        heights = _floats([row[column] for row in rows])
+        axes.bar(where + (i - (len(bars) - 1) / 2) * width, heights, width, label=column)
     axes.set_xticks(where, list(layers), rotation=30, ha="right", fontsize="x-small")
     axes.set_ylabel(PLOTS[analysis][1])
     if bars:
@@ -152,8 +135,8 @@ def _bars(axes: Any, analysis: str, layers: Mapping[str, Any]) -> None:
 # -- Report --------------------------------------------------------------------------------------
 
 
-def report(logs: Any, found: Mapping[str, Any], decode: Callable[[int], str] | None) -> str:
-    """Returns the report in Markdown: what the logs are of, and a section for each analysis.
+def report(logs: Any, found: Mapping[str, Any], decode: Callable[[int], str] | None) -> list[str]:
+    """Returns the paragraphs of the report: what the logs are of, and each analysis.
 
     Args:
         logs: The `Logs`.
@@ -162,30 +145,33 @@ def report(logs: Any, found: Mapping[str, Any], decode: Callable[[int], str] | N
     """
     header, first = logs.last.header, min(logs.logs)
     batches = "1 batch" if header.num_batches == 1 else f"{header.num_batches} batches"
+    rare = next(iter(found["specialization"].values()))
+    notes = [f"step {step}: {reason}" for step, reason in logs.missing.items()]
+    notes += _dead_experts(logs.steps, found["load"])
+    notes.append(
+        f"{rare['token_ids_too_rare']} token ids occur less than {rare['min_count']} times, and "
+        f"{rare['token_ids_that_never_occur']} never: they have no share."
+    )
     summary = (
         f"{len(logs.logs)} steps, {first} to {header.step}, of {batches} of "
         f"{header.batch_size} x {header.seq_len} tokens of {logs.data!r}. Numbers are of step "
         f"{header.step} where no step is named. Config: {header.config_hash}."
     )
-    lines = [f"# Routing of {logs.run}", "", summary]
-    notes = [f"step {step}: {reason}" for step, reason in logs.missing.items()]
-    notes += _dead_experts(logs.steps, found["load"])
-    rare = next(iter(found["specialization"].values()))
-    notes.append(
-        f"{rare['token_ids_too_rare']} token ids occur less than {rare['min_count']} times, and "
-        f"{rare['token_ids_that_never_occur']} never: they have no share."
-    )
-    lines += ["", "Missing or not defined, null in the numbers and gaps in the plots:", ""]
-    lines += [f"- {note}" for note in notes]
+    paragraphs = [
+        f"# Routing of {logs.run}",
+        summary,
+        "Missing or not defined, null in the numbers and gaps in the plots:",
+        "\n".join(f"- {note}" for note in notes),
+    ]
+    ends = logs.steps.index(first), logs.steps.index(header.step)
     for analysis, layers in found.items():
         title, _, text = PLOTS[analysis]
-        lines += ["", f"## {title}", "", text, "", f"![{title}]({analysis}.svg)"]
-        ends = logs.steps.index(first), logs.steps.index(header.step)
+        paragraphs += [f"## {title}", text, f"![{title}]({analysis}.svg)"]
         cells = {name: _cells(analysis, x, ends, decode) for name, x in layers.items()}
         if columns := list(next(iter(cells.values()))):
             rows = [[name, *map(_text, each.values())] for name, each in cells.items()]
-            lines += ["", to_markdown(Table("", ["layer", *(f"{x}>" for x in columns)], rows))]
-    return "\n".join(lines) + "\n"
+            paragraphs.append(to_markdown(Table("", ["layer", *(f"{x}>" for x in columns)], rows)))
+    return paragraphs
 
 
 def _dead_experts(steps: Sequence[int], layers: Mapping[str, Any]) -> list[str]:

@@ -4,8 +4,10 @@ Letters: N parameters, D tokens, C FLOPs, L loss.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -199,8 +201,8 @@ def fit_parametric(
 ) -> tuple[ParametricLaw, list[ParametricLaw]]:
     """Returns the law, and those of bootstraps, which draw runs within each budget.
 
-    log A, log B, log E, alpha and beta minimize the Huber loss of log L by L-BFGS-B, from the best
-    points of a grid of starts. log N and log D are centered, so that A hardly depends on alpha.
+    log A, log B, log E, alpha and beta minimize the Huber loss of log L, from the best points of a
+    grid of starts. log N and log D are centered, so that A hardly depends on alpha.
 
     Args:
         flops: C of each run.
@@ -210,19 +212,18 @@ def fit_parametric(
         num_bootstraps: Number of refits, at least 1.
         seed: Seed of the draws.
     """
-    x, y, log_loss = np.log(n), np.log(d), np.log(losses)
+    x, y = np.log(n), np.log(d)
     center_x, center_y = float(np.mean(x)), float(np.mean(y))
-    data = x - center_x, y - center_y, log_loss
+    data = np.stack([x - center_x, y - center_y, np.log(losses)])
+    gamma, log_kappa = np.polyfit(x, np.log(flops) - y, 1)
 
-    def law(theta: Floats, value: float) -> ParametricLaw:
-        a, b, e, alpha, beta = map(float, theta)
+    def law(found: Any) -> ParametricLaw:
+        a, b, e, alpha, beta = map(float, found.x)
         stuck = [
             f"{name}={exponent:.3g}"
             for name, exponent in (("alpha", alpha), ("beta", beta))
             if not _EXPONENTS[0] * 1.01 < exponent < _EXPONENTS[1] * 0.99
         ]
-        problem = f"{' and '.join(stuck)} is at a bound of the fit" if stuck else ""
-        gamma, log_kappa = np.polyfit(x, np.log(flops) - y, 1)
         return ParametricLaw(
             E=math.exp(e),
             A=math.exp(a + alpha * center_x),
@@ -231,60 +232,62 @@ def fit_parametric(
             beta=beta,
             kappa=math.exp(log_kappa),
             gamma=float(gamma),
-            objective=value * _HUBER_DELTA**2,
-            problem=problem,
+            objective=float(found.cost) / len(x),
+            problem=f"{' and '.join(stuck)} is at a bound of the fit" if stuck else "",
         )
 
-    ones = np.full(len(x), 1 / len(x))
-    optima = _optima(_starts(data), data, ones)
-    starts = _distinct([theta for _, theta in optima])[:_NUM_WARM_STARTS]
+    optima = _optima(_starts(data), data)
+    starts = _distinct([each.x for each in optima])[:_NUM_WARM_STARTS]
     rng, groups = np.random.default_rng(seed), group_by_budget(flops)
     boots = []
     for _ in range(num_bootstraps):
         drawn = np.concatenate([rng.choice(group, len(group)) for group in groups])
-        weights = np.bincount(drawn, minlength=len(x)) / len(x)
-        value, theta = _optima(starts, data, weights)[0]
-        boots.append(law(theta, value))
-    return law(optima[0][1], optima[0][0]), boots
+        boots.append(law(_optima(starts, data[:, drawn])[0]))
+    return law(optima[0]), boots
 
 
-Data = tuple[Floats, Floats, Floats]  # Centered log N and log D, and log L.
-
-
-def _starts(data: Data) -> list[Floats]:
+def _starts(data: Floats) -> list[Floats]:
     """Returns the best starts of a grid: shares of the smallest loss, and exponents."""
+    from scipy.special import huber
+
     lowest = float(np.min(data[2]))
-    exponents = (0.1, 0.3, 0.6, 1.2)
+    of_term, exponents = (0.03, 0.2, 0.6), (0.1, 0.3, 0.6, 1.2)
+    starts = itertools.product((0.05, 0.3, 0.6, 0.9), of_term, of_term, exponents, exponents)
     grid = [
-        np.asarray([lowest + math.log(a), lowest + math.log(b), lowest + math.log(e), alpha, beta])
-        for e in (0.05, 0.3, 0.6, 0.9)
-        for a in (0.03, 0.2, 0.6)
-        for b in (0.03, 0.2, 0.6)
-        for alpha in exponents
-        for beta in exponents
+        np.asarray([*(lowest + math.log(share) for share in (a, b, e)), alpha, beta])
+        for e, a, b, alpha, beta in starts
     ]
-    ones = np.full(len(data[0]), 1 / len(data[0]))
-    return sorted(grid, key=lambda theta: _objective(theta, data, ones)[0])[:_NUM_STARTS]
+    cost = lambda theta: np.sum(huber(_HUBER_DELTA, _residuals(theta, data)))
+    return sorted(grid, key=cost)[:_NUM_STARTS]
 
 
-def _optima(starts: Sequence[Floats], data: Data, weights: Floats) -> list[tuple[float, Floats]]:
-    """Returns (objective, parameters) of the optimum of each start, best first."""
-    from scipy.optimize import minimize
-    from threadpoolctl import threadpool_limits
+def _optima(starts: Sequence[Floats], data: Floats) -> list[Any]:
+    """Returns scipy's result for each start, best first."""
+    from scipy.optimize import least_squares
+    from scipy.special import softmax
 
-    bounds = [(-50.0, 50.0)] * 3 + [_EXPONENTS] * 2
-    options = {"maxiter": 1000, "maxfun": 2000, "ftol": 1e-10, "gtol": 1e-7}
-    with threadpool_limits(1):  # Threads of BLAS make these small problems 20 times slower.
-        found = [
-            minimize(
-                *(_objective, start, (data, weights), "L-BFGS-B"),
-                jac=True,
-                bounds=bounds,
-                options=options,
-            )
-            for start in starts
-        ]
-    return sorted(((float(x.fun), x.x) for x in found), key=lambda pair: pair[0])
+    def jacobian(theta: Floats, data: Floats) -> Floats:
+        a, b, e = softmax(_terms(theta, data), axis=0)
+        return np.stack([a, b, e, -a * data[0], -b * data[1]], 1)
+
+    (low, high), most = _EXPONENTS, 50.0  # The largest logarithm of a term.
+    found = [
+        least_squares(
+            _residuals,
+            start,
+            jacobian,
+            bounds=([-most] * 3 + [low] * 2, [most] * 3 + [high] * 2),
+            loss="huber",
+            f_scale=_HUBER_DELTA,
+            ftol=1e-10,
+            xtol=1e-9,
+            gtol=None,
+            max_nfev=1000,
+            args=(data,),
+        )
+        for start in starts
+    ]
+    return sorted(found, key=lambda each: each.cost)
 
 
 def _distinct(points: Sequence[Floats]) -> list[Floats]:
@@ -296,19 +299,13 @@ def _distinct(points: Sequence[Floats]) -> list[Floats]:
     return kept
 
 
-def _objective(theta: Floats, data: Data, weights: Floats) -> tuple[float, Floats]:
-    """Returns the weighted Huber loss of log L over the squared delta, and its gradient."""
+def _terms(theta: Floats, data: Floats) -> Floats:
+    """Returns the logarithms of the law's three terms at each run [3, runs]."""
     a, b, e, alpha, beta = theta
-    x, y, log_loss = data
-    terms = np.stack([a - alpha * x, b - beta * y, np.full_like(x, e)])  # [3, runs]
-    top = np.max(terms, 0)
-    shares = np.exp(terms - top)
-    total = np.sum(shares, 0)
-    r = (top + np.log(total) - log_loss) / _HUBER_DELTA
-    shares /= total
-    small = np.abs(r) <= 1.0
-    value = float(weights @ np.where(small, 0.5 * r * r, np.abs(r) - 0.5))
-    slope = weights * np.where(small, r, np.sign(r)) / _HUBER_DELTA
-    on_a, on_b, on_e = shares @ slope
-    gradient = [on_a, on_b, on_e, -(shares[0] * x) @ slope, -(shares[1] * y) @ slope]
-    return value, np.asarray(gradient)
+    x, y, _ = data
+    return np.stack([a - alpha * x, b - beta * y, np.full_like(x, e)])
+
+
+def _residuals(theta: Floats, data: Floats) -> Floats:
+    """Returns the errors of log L at each run; `data` are centered log N and log D, and log L."""
+    return np.logaddexp.reduce(_terms(theta, data), 0) - data[2]

@@ -1,19 +1,15 @@
 """The report of scaling laws: JSON, a plot, and Markdown."""
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from moelib.analysis.figures import save_figure
 from moelib.analysis.isoflop import Interval, IsoFlopFit, group_by_budget
+from moelib.analysis.report import write_files
 from moelib.analysis.scaling_laws import COUNTS, NAMES, ScalingAnalysis, ScalingFit
-from moelib.runtime.files import atomic_file, write_json
 from moelib.runtime.table import Table, to_markdown
-
-FILES = ("scaling.json", "scaling.svg", "report.md")
 
 
 def write_report(folder: str, analysis: ScalingAnalysis, *, metric: str) -> list[str]:
@@ -24,19 +20,15 @@ def write_report(folder: str, analysis: ScalingAnalysis, *, metric: str) -> list
         analysis: The scaling laws.
         metric: Name of the loss.
     """
-    os.makedirs(folder, exist_ok=True)
-    data, image, page = paths = [os.path.join(folder, name) for name in FILES]
-    write_json(data, {"metric": metric, **dataclasses.asdict(analysis)})
-    save_figure(plot(analysis), image)
-    sections = [
+    numbers = {"metric": metric, **dataclasses.asdict(analysis)}
+    paragraphs = [
+        "# Scaling laws",
         f"{len(analysis.runs)} runs, loss `{metric}`, N: active parameters, D: tokens, C: FLOPs.",
         "![Loss over parameters, and the best parameters over FLOPs](scaling.svg)",
     ]
     for table in tables(analysis):
-        sections += [f"## {table.title}", to_markdown(table)]
-    with atomic_file(page) as file:
-        file.write("# Scaling laws\n\n" + "\n\n".join(sections) + "\n")
-    return paths
+        paragraphs += [f"## {table.title}", to_markdown(table)]
+    return write_files(folder, {"scaling": (numbers, plot(analysis))}, paragraphs)
 
 
 def tables(analysis: ScalingAnalysis) -> list[Table]:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moelib.core import config_parse
-from moelib.core.config_paths import lines
+from moelib.core import config_text
+from moelib.core.config_text import lines
 from moelib.core.errors import UserError
 from moelib.runs.folder import RunFolder
 from moelib.runs.metrics_file import read_metrics
@@ -65,7 +65,7 @@ def read_curve(folder: str, metric: str = TRAINING) -> LossCurve:
     from moelib.models.cost import model_cost
 
     path = RunFolder(folder).config_file
-    cfg = config_parse.parse(read_text(path), source=f"{path}:")
+    cfg = config_text.parse(read_text(path), source=f"{path}:")
     if "vocab_size" not in cfg.model:
         raise UserError(f"{path}: model is no language model; name runs of language models.")
     batch = cfg.input.global_batch_size * cfg.input.seq_len  # Positions per step.

@@ -1,20 +1,15 @@
 """An MoE run compared with its dense twin, at equal FLOPs and at equal time."""
 
 import dataclasses
-import math
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from moelib.analysis.figures import save_figure
+from moelib.analysis.report import write_files
 from moelib.analysis.training_runs import LossCurve, TrainingRun, default_metric, read_curve, select
 from moelib.core.errors import UserError
-from moelib.runtime.files import atomic_file, write_json
 from moelib.runtime.table import Table, to_markdown
-
-FILES = ("twins.json", "twins.svg", "report.md")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,28 +139,13 @@ def twins_table(found: TwinComparison) -> Table:
 
 def write_report(folder: str, found: TwinComparison) -> list[str]:
     """Writes JSON, a plot and report.md into a folder, and returns their paths."""
-    os.makedirs(folder, exist_ok=True)
-    data, image, page = paths = [os.path.join(folder, name) for name in FILES]
-    fields = {x.name: getattr(found, x.name) for x in dataclasses.fields(found)}
-    curves = {
-        name: {x: getattr(curve, x).tolist() for x in ("steps", "losses", "flops", "seconds")}
-        for name, curve in zip(("moe", "dense"), fields.pop("curves"), strict=True)
-    }
-    write_json(data, {k: _plain(v) for k, v in fields.items()} | {"curves": curves})
-    save_figure(plot(found), image)
-    table = twins_table(found)
-    with atomic_file(page) as file:
-        file.write(f"# {table.title}\n\n![Loss over FLOPs and time](twins.svg)\n\n")
-        file.write(to_markdown(table) + "\n")
-    return paths
-
-
-def _plain(value: Any) -> Any:
-    """Returns a field as a JSON value, with None for a number that is not finite."""
-    if not isinstance(value, TrainingRun | AtEqual):
-        return value
-    fields = dataclasses.asdict(value)
-    return {k: None if v in (math.inf, -math.inf) or v != v else v for k, v in fields.items()}
+    numbers: dict[str, Any] = dataclasses.asdict(found)
+    for curve in numbers["curves"]:
+        del curve["run"]
+    numbers["curves"] = dict(zip(("moe", "dense"), numbers["curves"], strict=True))
+    table, image = twins_table(found), "![Loss over FLOPs and time](twins.svg)"
+    paragraphs = [f"# {table.title}", image, to_markdown(table)]
+    return write_files(folder, {"twins": (numbers, plot(found))}, paragraphs)
 
 
 def plot(found: TwinComparison) -> Any:

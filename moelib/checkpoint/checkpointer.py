@@ -1,18 +1,15 @@
-"""Checkpoints on Orbax: written in the background, complete or not at all, read under any mesh.
+"""Checkpoints: written in the background, complete or not at all, read under any mesh.
 
-A checkpoint is a folder `step_00001000` with the arrays and a record (moelib.checkpoint.contents).
-The folder gets this name when it is complete; on an object store, it is complete when it has the
-record (moelib.checkpoint.object_store).
+A checkpoint is a folder `step_00001000` with the arrays (moelib.checkpoint.writers) and a record
+(moelib.checkpoint.contents). It is complete when it has the record.
 """
 
 import contextlib
-import dataclasses
 import logging
-import os
-import shutil
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -20,23 +17,20 @@ from moelib.checkpoint import checksums, contents
 from moelib.checkpoint.contents import (
     CheckpointRecord,
     DamagedCheckpointError,
+    RunRecord,
     UnreadableCheckpointError,
+    delete_checkpoint,
+    list_unfinished,
 )
 from moelib.checkpoint.local import LocalCheckpoints
-from moelib.checkpoint.object_store import (
-    ObjectStoreWriter,
-    delete_checkpoint,
-    start_checkpoint,
-)
-from moelib.checkpoint.orbax_messages import silence_orbax
 from moelib.checkpoint.policy import every_n_steps_and_last_policy, steps_to_keep
 from moelib.checkpoint.restore import (
     Restored,
     find_checkpoints,
-    first_line,
     newest_readable,
     restore_checkpoint,
 )
+from moelib.checkpoint.writers import DiskWriter, ObjectStoreWriter, make_room, writer_for
 from moelib.core import tree
 from moelib.core.config import (
     REQUIRED,
@@ -45,16 +39,15 @@ from moelib.core.config import (
     config_class,
     config_for_function,
 )
-from moelib.core.errors import UserError
+from moelib.core.config_types import NonNegativeInt, PositiveInt
+from moelib.core.errors import UserError, first_line
 from moelib.core.module import Module
 from moelib.runtime import storage
 from moelib.runtime.files import sync_folder
 from moelib.runtime.processes import agreed, on_process_0
-from moelib.runtime.versions import library_versions
 
 logger = logging.getLogger(__name__)
 
-_UNFINISHED = ".orbax-checkpoint-tmp"  # In the name of a folder that is incomplete.
 _REMOVE_TRIES = 20
 _LONG_WAIT_SECONDS = 1.0
 _LOCAL_EVERY_N_STEPS = 20
@@ -62,6 +55,13 @@ _LOCAL_EVERY_N_STEPS = 20
 
 class CheckpointSaveError(UserError, RuntimeError):
     """A checkpoint that had to be written could not be."""
+
+
+class _Pending(NamedTuple):
+    """A checkpoint that is being written."""
+
+    step: int
+    written: Future[None]
 
 
 class Checkpointer(Module):
@@ -74,14 +74,16 @@ class Checkpointer(Module):
         save_policy: InstantiableConfig = config_for_function(every_n_steps_and_last_policy).set(
             n=1000
         )
-        keep_last_n: int | None = 3  # Number of the newest that are kept; None keeps all.
-        keep_every_n_steps: int | None = None  # Multiples of it are kept permanently.
-        keep_best_n: int = 0  # Number that are kept for the best `best_metric`.
+        # Number of the newest that are kept; None keeps all.
+        keep_last_n: NonNegativeInt | None = 3
+        keep_every_n_steps: NonNegativeInt | None = None  # Multiples of it are kept permanently.
+        keep_best_n: NonNegativeInt = 0  # Number that are kept for the best `best_metric`.
         best_metric: str | None = None  # "<evaler>/<metric>", for example "validation/loss".
         best_mode: Literal["min", "max"] = "min"  # Whether the least or the largest is the best.
         # Folder on each host for local checkpoints, such as /dev/shm/moelib; None writes none.
         local_dir: str | None = None
-        local_every_n_steps: int | None = None  # Steps between local checkpoints; None for 20.
+        # Steps between local checkpoints; None for 20.
+        local_every_n_steps: PositiveInt | None = None
         wait: Literal["no", "after_save"] = "no"  # Whether a step waits until it is written.
         skip_checksums: bool = False  # If True, arrays are restored without a comparison.
 
@@ -89,31 +91,28 @@ class Checkpointer(Module):
         """Checks the settings; accesses no file.
 
         Raises:
-            UserError: If a number is negative, or keep_best_n is set and best_metric is not.
+            UserError: If keep_best_n is set and best_metric is not.
         """
         super().__init__(cfg, parent=parent)
         cfg = self.config
-        for name in ("keep_last_n", "keep_every_n_steps", "keep_best_n"):
-            if (getattr(cfg, name) or 0) < 0:
-                path = f"{self.path() or self.name}.{name}"
-                raise UserError(f"{path}={getattr(cfg, name)}; set 0 or more.")
         if cfg.keep_best_n and cfg.best_metric is None:
             raise UserError(
                 f"{self.path() or self.name}.keep_best_n={cfg.keep_best_n}: set best_metric to "
                 "'<evaler>/<metric>' too."
             )
         every, name = cfg.local_every_n_steps, self.path() or self.name
-        if every is not None and (every < 1 or cfg.local_dir is None):
-            cure = "set 1 or more" if every < 1 else "set local_dir, the folder on each host, too"
-            raise UserError(f"{name}.local_every_n_steps={every}; {cure}.")
+        if every is not None and cfg.local_dir is None:
+            raise UserError(
+                f"{name}.local_every_n_steps={every}; set local_dir, the folder on each host, too."
+            )
         if cfg.local_dir:
             storage.require_local(f"{name}.local_dir", cfg.local_dir, "dir for an object store")
         self._policy = cfg.save_policy.instantiate()
         self.dir = storage.absolute(cfg.dir)
         self.local = LocalCheckpoints(cfg.local_dir, self.dir) if cfg.local_dir else None
-        self._orbax: Any = None
-        self._pending: int | None = None
-        self._write_record: Callable[[str], None] | None = None  # Of the pending checkpoint.
+        self._writer: DiskWriter | ObjectStoreWriter | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: _Pending | None = None
         self._damaged: set[int] = set()
         self._complete_step = 0
         self.last_error: BaseException | None = None  # Of the newest save, if it failed.
@@ -146,70 +145,54 @@ class Checkpointer(Module):
 
     # Writing.
 
-    def save(self, state: Any, record: CheckpointRecord) -> None:
-        """Starts to write a checkpoint of `record.step`, after the previous one is complete.
+    def save(self, state: Any, run: RunRecord) -> None:
+        """Starts to write a checkpoint of `run.step`, after the previous one is complete.
 
-        The record's `arrays`, `versions` and `checksums` are filled in. The arrays may be donated
-        when this returns. A failure, now or later, is logged and kept in `last_error`; older
-        checkpoints are unaffected, and the next save tries again.
+        The arrays may be donated when this returns. A failure, now or later, is logged and kept in
+        `last_error`; older checkpoints are unaffected, and the next save tries again.
         """
         if self._pending is not None:
-            begin, before = time.perf_counter(), self._pending
+            begin, before = time.perf_counter(), self._pending.step
             self.wait()
             if (waited := time.perf_counter() - begin) > _LONG_WAIT_SECONDS:
                 logger.warning(
                     "The checkpoint of step %d was still incomplete at step %d (%.0f s of wait): "
                     "a crash loses up to two intervals; save less often.",
                     before,
-                    record.step,
+                    run.step,
                     waited,
                 )
-        step, arrays = record.step, contents.describe_arrays(state)
-        record = dataclasses.replace(record, arrays=arrays, versions=library_versions())
-        path = contents.step_path(self.dir, step)
+        path = contents.step_path(self.dir, run.step)
         try:
-            agreed(lambda: self._make_room(path))
+            agreed(lambda: make_room(path) if jax.process_index() == 0 else None)
             started = checksums.start_checksums(tree.by_path(state))
-
-            def write_record(path: str) -> None:
-                found = checksums.finish_checksums(started)
-                dataclasses.replace(record, checksums=found).write(path)
-                sync_folder(path, recursive=True)
-                self._complete_step = step
-
-            self._write_record = write_record
-            self._start(path, state)
+            agreed(lambda: self._start(path, state))
         except Exception as error:
-            self._report_failure(step, error)
+            self._report_failure(run.step, error)
             return
-        self._pending, self.last_error = step, None
-        self._damaged.discard(step)
+        arrays = contents.describe_arrays(state)
+        written = self._thread.submit(self._finish, path, run, arrays, started)
+        self._pending = _Pending(run.step, written)
+        self.last_error = None
+        self._damaged.discard(run.step)
         if self.config.wait == "after_save":
             self.wait()
 
-    def _make_room(self, path: str) -> None:
-        """Removes an incomplete or damaged checkpoint that the one at `path` replaces."""
-        storage.make_folder(self.dir)
-        if jax.process_index() != 0:
-            return
-        if storage.is_remote(path):
-            start_checkpoint(path)
-        elif os.path.lexists(path):
-            _delete(path)
-
     def _start(self, path: str, state: Any) -> None:
-        """Starts to write the arrays, and then the record."""
-        if storage.is_remote(path):
-            assert self._write_record is not None
-            self._orbax = self._orbax or ObjectStoreWriter()
-            self._orbax.save(path, state, self._write_record)
-            return
-        import orbax.checkpoint as ocp
+        self._writer = self._writer or writer_for(path)
+        self._writer.start(path, state)
 
-        args = ocp.args.Composite(
-            **{contents.STATE_ITEM: ocp.args.PyTreeSave(tree.to_nested(state))}
-        )
-        agreed(lambda: self._checkpointer().save(path, args=args, force=True))
+    def _finish(
+        self, path: str, run: RunRecord, arrays: contents.Arrays, started: Mapping[str, Any]
+    ) -> None:
+        """Waits until the arrays are written, and on process 0 writes the record."""
+        assert self._writer is not None
+        self._writer.wait()
+        if jax.process_index() == 0:
+            sync_folder(path, recursive=True)
+            sync_folder(self.dir)  # The name of the new checkpoint.
+            CheckpointRecord.of(run, arrays, checksums.finish_checksums(started)).write(path)
+            self._complete_step = run.step
 
     def wait(self, *, alone: bool = False) -> None:
         """Waits until the checkpoint being written is complete, then deletes those not kept.
@@ -218,15 +201,9 @@ class Checkpointer(Module):
         """
         if self._pending is None:
             return
-        step, self._pending = self._pending, None
-
-        def finish() -> None:
-            self._orbax.wait_until_finished()
-            if jax.process_index() == 0:
-                sync_folder(self.dir)  # The name of the new checkpoint.
-
+        (step, written), self._pending = self._pending, None
         try:
-            finish() if alone else agreed(finish)
+            written.result() if alone else agreed(written.result)
         except Exception as error:
             self._report_failure(step, error)
             return
@@ -234,41 +211,19 @@ class Checkpointer(Module):
         if self.local is not None:
             self.local.delete_until(step)
 
-    def save_locally(self, state: Any, record: CheckpointRecord) -> None:
+    def save_locally(self, state: Any, run: RunRecord) -> None:
         """Starts to write a local checkpoint; see `LocalCheckpoints.save`."""
         assert self.local is not None
-        self.local.save(state, dataclasses.replace(record, versions=library_versions()))
+        self.local.save(state, run)
 
     def close(self) -> None:
         """Waits alone, and ends the background threads. The checkpointer remains usable."""
         self.wait(alone=True)
         if self.local is not None:
             self.local.wait()
-        if self._orbax is not None:
-            self._orbax.close()
-            self._orbax = None
-
-    def _checkpointer(self) -> Any:
-        if self._orbax is None:
-            import orbax.checkpoint as ocp
-
-            silence_orbax()
-            # Replicas of smaller arrays write none of their own: each slice would be a program.
-            arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=1 << 20)
-            registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
-            item = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-            handler = ocp.CompositeCheckpointHandler(state=item)  # contents.STATE_ITEM
-            finalize = handler.finalize
-
-            def finalize_with_record(directory: Any) -> None:
-                """Completes the folder on process 0, before it gets its name."""
-                finalize(directory)
-                assert self._write_record is not None
-                self._write_record(os.fspath(directory))
-
-            handler.finalize = finalize_with_record
-            self._orbax = ocp.AsyncCheckpointer(handler)
-        return self._orbax
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
     def _report_failure(self, step: int, error: BaseException) -> None:
         """Logs that a checkpoint was not written, and removes its incomplete files."""
@@ -286,20 +241,20 @@ class Checkpointer(Module):
             first_line(error),
             has,
         )
-        if self._orbax is not None:  # It would raise the same error again.
+        if self._writer is not None:  # It would raise the same error again.
             with contextlib.suppress(Exception):
-                self._orbax.close()
-            self._orbax = None
+                self._writer.close()
+            self._writer = None
         # The storage's own threads may write for another moment, into a folder being removed.
         for _ in range(_REMOVE_TRIES if jax.process_index() == 0 else 0):
             try:
-                left = _unfinished(self.dir)
+                if not (left := list_unfinished(self.dir)):
+                    break
             except UserError:
                 break
-            if not left:
-                break
             for path in left:
-                _remove(path)
+                with contextlib.suppress(OSError):
+                    delete_checkpoint(path)
             time.sleep(0.1)
 
     def _delete_old(self) -> None:
@@ -333,10 +288,7 @@ class Checkpointer(Module):
         oldest, every = min(kept, default=0), cfg.keep_every_n_steps
         damaged = {x for x in self._damaged if x < oldest and not (every and x % every == 0)}
         for step in metrics.keys() - kept | found.keys() & damaged:
-            try:
-                _delete(found[step])
-            except OSError as error:
-                logger.warning("%s cannot be deleted: %s.", found[step], error.strerror)
+            _delete(found[step])
 
     # Reading.
 
@@ -376,38 +328,16 @@ class Checkpointer(Module):
         """Removes incomplete checkpoints of processes that were killed."""
 
         def remove() -> None:
-            for path in _unfinished(self.dir):
-                logger.warning("Removed an incomplete checkpoint: %s", path)
-                _remove(path)
+            for path in list_unfinished(self.dir):
+                logger.warning("An incomplete checkpoint is removed: %s", path)
+                _delete(path)
 
         on_process_0(remove)
 
 
 def _delete(path: str) -> None:
-    """Deletes a checkpoint; a process that is killed meanwhile leaves an unfinished one."""
-    if storage.is_remote(path):
-        delete_checkpoint(path)
-        return
-    unfinished = path + _UNFINISHED
-    _remove(unfinished)
-    os.rename(path, unfinished)
-    _remove(unfinished)
-
-
-def _remove(path: str) -> None:
-    """Removes a folder or, in its place, a file or a link, as far as possible."""
-    if storage.is_remote(path):
-        with contextlib.suppress(OSError):
-            delete_checkpoint(path)
-        return
+    """Deletes a checkpoint, or logs a warning."""
     try:
-        os.unlink(path)
-    except OSError:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _unfinished(directory: str) -> list[str]:
-    if storage.is_remote(directory):
-        return contents.list_unfinished(directory)
-    names = os.listdir(directory) if os.path.isdir(directory) else []
-    return [os.path.join(directory, name) for name in names if _UNFINISHED in name]
+        delete_checkpoint(path)
+    except OSError as error:
+        logger.warning("%s cannot be deleted: %s.", path, error.strerror)

@@ -8,18 +8,21 @@ import json
 import os
 import re
 import typing
-from typing import Any, Self
+from typing import Any, Literal, Self
 
+from moelib.checkpoint.policy import best_steps
 from moelib.core import tree
 from moelib.core.config import did_you_mean
 from moelib.core.config_types import fits
 from moelib.core.errors import MissingFileError, UserError
 from moelib.runtime import storage
+from moelib.runtime.files import atomic_file, sync_folder
+from moelib.runtime.versions import library_versions
 
 STEP_PREFIX = "step_"
 RECORD_ITEM = "record"
 STATE_ITEM = "state"
-RECORD_FILE = os.path.join(RECORD_ITEM, "metadata")  # The file of Orbax's JSON item.
+RECORD_FILE = os.path.join(RECORD_ITEM, "metadata")
 
 Arrays = dict[str, list[Any]]  # {"path/of/array": [dtype, [sizes]]}
 
@@ -41,11 +44,10 @@ class CheckpointNotFoundError(MissingFileError):
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointRecord:
-    """The data stored with a checkpoint's arrays, as JSON."""
+class RunRecord:
+    """The data that a run stores with its state."""
 
     step: int  # Steps taken.
-    arrays: Arrays
     input: dict[str, Any] | None = None  # Position in the training data, as the input gave it.
     # Metrics of the evaluations at this step, by name.
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -54,21 +56,36 @@ class CheckpointRecord:
     config: str = ""  # Text of the trainer's config.
     files: dict[str, str] = dataclasses.field(default_factory=dict)  # SHA-256 of the run's files.
     mesh: dict[str, int] = dataclasses.field(default_factory=dict)  # Sizes of the mesh axes.
-    versions: dict[str, str] = dataclasses.field(default_factory=dict)  # Versions of libraries.
     # Run, step and parts of the state that the run started from, if it was another one's.
     origin: dict[str, Any] = dataclasses.field(default_factory=dict)
-    checksums: dict[str, str] = dataclasses.field(default_factory=dict)  # By path of an array.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointRecord(RunRecord):
+    """The data stored with a checkpoint's arrays, as JSON."""
+
+    arrays: Arrays
+    checksums: dict[str, str]  # By path of an array.
+    versions: dict[str, str]  # Versions of libraries.
+
+    @classmethod
+    def of(cls, run: RunRecord, arrays: Arrays, checksums: dict[str, str]) -> Self:
+        """Returns the record of a run's state with these arrays."""
+        versions = library_versions()
+        return cls(**vars(run), arrays=arrays, checksums=checksums, versions=versions)
 
     def write(self, path: str) -> None:
-        """Writes the record of the checkpoint at `path`, with a digest of the record itself."""
+        """Writes the record of the checkpoint at `path`, with a digest of the record itself.
+
+        The folder is a checkpoint from then on: all else must be on the disk before.
+        """
         values = {"format": 1, **dataclasses.asdict(self)}
         text = json.dumps(values | {"digest": _digest(values)})
-        if storage.is_remote(path):
-            storage.write_bytes(os.path.join(path, RECORD_FILE), text.encode())
-            return
-        os.makedirs(os.path.join(path, RECORD_ITEM), exist_ok=True)
-        with open(os.path.join(path, RECORD_FILE), "w", encoding="utf-8") as file:
+        folder = os.path.join(path, RECORD_ITEM)
+        storage.make_folder(folder)
+        with atomic_file(os.path.join(path, RECORD_FILE)) as file:
             file.write(text)
+        sync_folder(folder)
 
     @classmethod
     def read(cls, path: str) -> Self:
@@ -125,15 +142,13 @@ def newest_record(directory: str, step: int | None = None) -> CheckpointRecord |
     return None
 
 
-def best_step(directory: str, metric: str, mode: str) -> int | None:
+def best_step(directory: str, metric: str, mode: Literal["min", "max"]) -> int | None:
     """Returns the step with the best metric, the "min" or "max" one; None if no step has it."""
-    judged = []
+    metrics = {}
     for step, path in list_checkpoints(directory).items():
         with contextlib.suppress(UserError):  # A damaged one, which is reported elsewhere.
-            value = CheckpointRecord.read(path).metrics.get(metric)
-            if value is not None and value == value:
-                judged.append((value if mode == "min" else -value, -step))
-    return -min(judged)[1] if judged else None
+            metrics[step] = CheckpointRecord.read(path).metrics.get(metric)
+    return next(iter(best_steps(metrics, mode)), None)
 
 
 def _digest(values: dict[str, Any]) -> str:
@@ -142,17 +157,9 @@ def _digest(values: dict[str, Any]) -> str:
 
 
 # Errors of the system that show damage: something else is at the path of a file.
-_DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
-# TensorStore and XLA raise ValueError and RuntimeError, with the status in the text alone:
-# "UNAVAILABLE: ...", and for an error of the system "... [os_error_code='5']". INVALID_ARGUMENT has
-# no such prefix. These are the statuses of content that is damaged or missing; all others, also
-# those of later versions, are not taken for damage.
-_STATUS = re.compile(
-    r"\b(?!DATA_LOSS|FAILED_PRECONDITION|INVALID_ARGUMENT|NOT_FOUND|OUT_OF_RANGE)[A-Z]+(_[A-Z]+)*: "
-)
-_OS_ERROR = re.compile(r"\bos_error_code='(\d+)'")
-# Errors of parsers and of TensorStore; any other type is not taken for damage either.
-_OF_CONTENT = (ValueError, LookupError, TypeError, AttributeError, EOFError, OSError)
+_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+# Errors about content, of parsers; any other type, such as one of memory, is not taken for damage.
+_OF_CONTENT = (ValueError, LookupError, TypeError, AttributeError, EOFError)
 
 
 def unreadable(error: BaseException) -> bool:
@@ -161,20 +168,9 @@ def unreadable(error: BaseException) -> bool:
     Examples are a missing permission, a failing disk or network, too little memory, and an error
     of an unknown kind.
     """
-    seen: BaseException | None = error
-    of_content = False
-    while seen is not None:
-        if isinstance(seen, BaseExceptionGroup):
-            return any(map(unreadable, seen.exceptions))
-        codes = [seen.errno] if isinstance(seen, OSError) and seen.errno is not None else []
-        codes += map(int, _OS_ERROR.findall(str(seen)))
-        if codes and not _DAMAGE.issuperset(codes):
-            return True
-        if isinstance(seen, MemoryError) or (not codes and _STATUS.search(str(seen))):
-            return True
-        of_content = of_content or isinstance(seen, _OF_CONTENT)
-        seen = seen.__cause__ or seen.__context__
-    return not of_content
+    if isinstance(error, OSError):
+        return error.errno not in _DAMAGE
+    return not isinstance(error, _OF_CONTENT)
 
 
 def step_path(directory: str, step: int) -> str:
@@ -191,28 +187,48 @@ def _step_of(path: str) -> int | None:
 def list_checkpoints(directory: str) -> dict[int, str]:
     """Returns {step: path} of all complete checkpoints, oldest first.
 
-    Incomplete ones, whose process was killed while it wrote or deleted them, have other names; on
-    an object store, which renames nothing, they have no record.
+    A folder is a checkpoint when it has its record, which is written last and deleted first.
 
     Raises:
         UserError: If the folder cannot be listed.
     """
-    found = _step_folders(directory)
-    if storage.is_remote(directory):
-        found = {step: path for step, path in found.items() if _has_record(path)}
-    return found
+    return {step: path for step, path in _step_folders(directory).items() if _has_record(path)}
 
 
 def list_unfinished(directory: str) -> list[str]:
-    """Returns the folders of incomplete checkpoints of an object store."""
+    """Returns the folders of checkpoints whose process was killed while it wrote or deleted them.
+
+    Raises:
+        UserError: If the folder cannot be listed.
+    """
     return [path for path in _step_folders(directory).values() if not _has_record(path)]
 
 
 def _has_record(path: str) -> bool:
     try:
-        return storage.exists(os.path.join(path, RECORD_FILE))
+        storage.size(os.path.join(path, RECORD_FILE))
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+        if unreadable(error):
+            raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+        return False
+    return True
+
+
+def delete_checkpoint(path: str) -> None:
+    """Deletes a checkpoint, or whatever is at its path; incomplete if killed. Raises OSError."""
+    if not os.path.islink(path):
+        with contextlib.suppress(NotADirectoryError):
+            storage.remove(os.path.join(path, RECORD_FILE))
+    storage.remove_tree(path)
+
+
+def move_checkpoint(path: str, to: str) -> None:
+    """Renames a checkpoint, or copies and then deletes it on an object store."""
+    if not storage.is_remote(path):
+        os.rename(path, to)
+        return
+    storage.copy_tree(path, to)
+    delete_checkpoint(path)
 
 
 def _step_folders(directory: str) -> dict[int, str]:

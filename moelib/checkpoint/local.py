@@ -8,7 +8,7 @@ that is lost are gone: the run then resumes from the newest durable checkpoint.
         shards.bin   bytes of the shards
         shards.json  the step of the newest durable checkpoint then, "after", and "shards":
                      {path of an array: [[first indices, sizes, offset] of each shard]}
-        record/      as in a durable checkpoint
+        record/      as in a durable checkpoint, and written last as well
 """
 
 import contextlib
@@ -20,8 +20,7 @@ import logging
 import math
 import os
 import secrets
-import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -33,12 +32,15 @@ from moelib.checkpoint.contents import (
     CheckpointMismatchError,
     CheckpointRecord,
     DamagedCheckpointError,
+    RunRecord,
+    delete_checkpoint,
     list_checkpoints,
+    list_unfinished,
     step_path,
 )
-from moelib.checkpoint.restore import Restored, check_restored, first_line, on_all_processes
+from moelib.checkpoint.restore import Restored, check_restored, on_all_processes
 from moelib.core import tree
-from moelib.core.errors import UserError
+from moelib.core.errors import UserError, first_line
 from moelib.runtime import storage
 from moelib.runtime.files import read_json, write_json
 from moelib.runtime.processes import OtherProcessError, gather_json, on_process_0
@@ -77,8 +79,8 @@ class LocalCheckpoints:
 
     # Writing.
 
-    def save(self, state: Any, record: CheckpointRecord) -> None:
-        """Starts to write the state of `record.step`, after the previous one is complete.
+    def save(self, state: Any, run: RunRecord) -> None:
+        """Starts to write the state of `run.step`, after the previous one is complete.
 
         All processes must call it. The arrays are copied to the host first, and may be donated when
         this returns. A failure is logged, and training continues.
@@ -87,45 +89,51 @@ class LocalCheckpoints:
         try:
             own = self._own_dir(create=True)
         except _FAILURES as error:
-            logger.error("NO LOCAL CHECKPOINT of step %d: %s.", record.step, first_line(error))
+            logger.error("NO LOCAL CHECKPOINT of step %d: %s.", run.step, first_line(error))
             return
         arrays = tree.by_path(state)
-        record = dataclasses.replace(record, arrays=contents.describe_arrays(state), files={})
         started = checksums.start_checksums(arrays)
         for x in arrays.values():
             x.copy_to_host_async()
         shards = {path: _shards_of(x) for path, x in arrays.items()}
+        saved = contents.describe_arrays(state)
+        self._writing = self._thread.submit(self._write, own, shards, run, saved, started)
 
-        def write() -> None:
-            path = step_path(own, record.step)
-            try:
-                found = checksums.finish_checksums(started)
-                self._delete_old(own)
-                _write(path, shards, dataclasses.replace(record, checksums=found), self._durable())
-                self.complete_step = record.step
-            except Exception as error:
-                shutil.rmtree(f"{path}.tmp", ignore_errors=True)
-                logger.error(
-                    "NO LOCAL CHECKPOINT of step %d in %s: %s. Training continues; free some space "
-                    "or set checkpointer.local_dir to another folder.",
-                    *(record.step, own, first_line(error)),
-                )
-
-        self._writing = self._thread.submit(write)
+    def _write(
+        self,
+        own: str,
+        shards: dict[str, list[_Shard]],
+        run: RunRecord,
+        arrays: contents.Arrays,
+        started: Mapping[str, Any],
+    ) -> None:
+        path = step_path(own, run.step)
+        try:
+            self._delete_old(own)
+            delete_checkpoint(path)
+            _write_shards(path, shards, self._durable())
+            CheckpointRecord.of(run, arrays, checksums.finish_checksums(started)).write(path)
+            self.complete_step = run.step
+        except Exception as error:
+            _remove(path)
+            logger.error(
+                "NO LOCAL CHECKPOINT of step %d in %s: %s. Training continues; free some space "
+                "or set checkpointer.local_dir to another folder.",
+                *(run.step, own, first_line(error)),
+            )
 
     def _delete_old(self, own: str) -> None:
         """Deletes old checkpoints, incomplete ones, and those of processes that are no more."""
-        for step in sorted(list_checkpoints(own))[:-_NUM_KEPT]:
-            _remove(step_path(own, step))
-        for path in glob.glob(os.path.join(glob.escape(own), "*.*")):
-            shutil.rmtree(path, ignore_errors=True)
+        old = [path for _, path in sorted(list_checkpoints(own).items())[:-_NUM_KEPT]]
+        for path in (*old, *list_unfinished(own)):
+            _remove(path)
         self._delete_of_other_processes()
 
     def _delete_of_other_processes(self) -> None:
         """Deletes the folders of processes that an earlier start of the run had."""
         for folder in self._folders():
             if int(folder[-4:]) >= jax.process_count():
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove(folder)
 
     def _durable(self) -> int:
         """Returns the step of the newest durable checkpoint, as process 0 sees it; 0 if unknown."""
@@ -301,7 +309,7 @@ def _followed(path: str) -> int:
 
 def _digest(record: CheckpointRecord) -> str:
     """Returns a digest of a record, without what may differ between processes: paths, threads."""
-    record = dataclasses.replace(record, config="", evaluated={})
+    record = dataclasses.replace(record, config="", evaluated={}, files={})
     return hashlib.sha256(repr(record).encode()).hexdigest()
 
 
@@ -317,33 +325,23 @@ def _shards_of(x: jax.Array) -> list[_Shard]:
     return [_Shard(start, data) for start, data in found.items()]
 
 
-def _write(
-    path: str, shards: dict[str, list[_Shard]], record: CheckpointRecord, after: int
-) -> None:
-    """Writes a checkpoint, whose folder gets its name when it is complete."""
-    unfinished = f"{path}.tmp"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    os.makedirs(unfinished)
+def _write_shards(path: str, shards: dict[str, list[_Shard]], after: int) -> None:
+    """Writes the bytes and the index of shards."""
+    os.makedirs(path)
     index: dict[str, list[Any]] = {}
-    with open(os.path.join(unfinished, _BYTES), "wb") as file:
+    with open(os.path.join(path, _BYTES), "wb") as file:
         for name, parts in shards.items():
             for start, data in parts:
                 index.setdefault(name, []).append([start, data.shape, file.tell()])
                 file.write(data.reshape(-1).view(np.uint8).data)
-    with open(os.path.join(unfinished, _INDEX), "w", encoding="utf-8") as file:
+    with open(os.path.join(path, _INDEX), "w", encoding="utf-8") as file:
         json.dump({"after": after, "shards": index}, file)
-    record.write(unfinished)
-    _remove(path)
-    os.rename(unfinished, path)
 
 
 def _remove(path: str) -> None:
-    """Removes a folder; it loses its name first, so that no part of it looks complete."""
-    old = f"{path}.old"
-    shutil.rmtree(old, ignore_errors=True)
-    with contextlib.suppress(OSError):  # There is none.
-        os.rename(path, old)
-        shutil.rmtree(old, ignore_errors=True)
+    """Deletes a checkpoint or a folder of them, as far as possible."""
+    with contextlib.suppress(OSError):
+        delete_checkpoint(path)
 
 
 def _read_shards(paths: Iterable[str], arrays: contents.Arrays) -> dict[str, list[_Shard]]:
@@ -368,33 +366,24 @@ def _assembled(name: str, struct: Any, shards: Iterable[_Shard]) -> jax.Array:
         CheckpointMismatchError: If parts are missing.
     """
     sharding = struct.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-
-    def part(index: Any) -> np.ndarray:
-        ranges = [each.indices(size)[:2] for each, size in zip(index, struct.shape, strict=True)]
-        return _filled(name, ranges, struct.dtype, shards)
-
+    part = lambda index: _part(name, struct, index, shards)
     return jax.make_array_from_callback(struct.shape, sharding, part)
 
 
-def _filled(
-    name: str, ranges: list[tuple[int, int]], dtype: Any, shards: Iterable[_Shard]
-) -> np.ndarray:
-    """Returns the part of an array in these ranges, from the shards that overlap it."""
-    result = np.empty([end - begin for begin, end in ranges], dtype)
+def _part(name: str, struct: Any, index: Any, shards: Iterable[_Shard]) -> np.ndarray:
+    """Returns the part of an array at an index, from the shards that overlap it."""
+    sizes = zip(index, struct.shape, strict=True)
+    ranges = np.array([each.indices(size)[:2] for each, size in sizes], int).reshape(-1, 2)
+    begin, end = ranges.T
+    slices = lambda low, high: tuple(map(slice, low, high))
+    result = np.empty(end - begin, struct.dtype)
     missing = result.size
     for start, data in shards:
-        spans = [
-            (max(begin, first), min(end, first + size))
-            for (begin, end), first, size in zip(ranges, start, data.shape, strict=True)
-        ]
-        if all(low < high for low, high in spans):
-            to = tuple(
-                slice(a - begin, b - begin)
-                for (a, b), (begin, _) in zip(spans, ranges, strict=True)
-            )
-            of = tuple(slice(a - s, b - s) for (a, b), s in zip(spans, start, strict=True))
-            result[to] = data[of]
-            missing -= math.prod(b - a for a, b in spans)
+        low, high = np.maximum(begin, start), np.minimum(end, np.add(start, data.shape))
+        if (low < high).all():
+            of_shard = slices(low - start, high - start)
+            result[slices(low - begin, high - begin)] = data[of_shard]
+            missing -= math.prod(high - low)
     if missing:
         raise CheckpointMismatchError(
             f"shards of {name!r} are on other hosts, as the mesh or the processes have changed."

@@ -70,6 +70,14 @@ def steps_to_keep(
     kept = set(steps[-max(keep_last_n, 1) :])
     if keep_every_n_steps:
         kept |= {step for step in steps if step % keep_every_n_steps == 0}
-    sign = 1 if best_mode == "min" else -1
+    return kept | set(best_steps(metrics, best_mode)[:keep_best_n])
+
+
+def best_steps(metrics: Mapping[int, float | None], mode: Literal["min", "max"]) -> list[int]:
+    """Returns the steps that have a metric, the least or the greatest one first; then the newest.
+
+    NaN is no metric.
+    """
+    sign = 1 if mode == "min" else -1
     judged = [(sign * m, -step) for step, m in metrics.items() if m is not None and m == m]
-    return kept | {-step for _, step in sorted(judged)[:keep_best_n]}
+    return [-step for _, step in sorted(judged)]

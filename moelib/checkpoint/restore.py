@@ -1,16 +1,14 @@
 """Reading checkpoints under any mesh: all of one, or the parameters alone."""
 
-import contextlib
-import gc
 import logging
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
-from moelib.checkpoint import checksums, contents, object_store
+from moelib.checkpoint import checksums, contents
+from moelib.checkpoint.arrays import read_arrays
 from moelib.checkpoint.contents import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
@@ -19,9 +17,8 @@ from moelib.checkpoint.contents import (
     UnreadableCheckpointError,
     unreadable,
 )
-from moelib.checkpoint.orbax_messages import silence_orbax
 from moelib.core import tree
-from moelib.core.errors import UserError
+from moelib.core.errors import UserError, first_line
 from moelib.runtime import storage
 from moelib.runtime.processes import agreed, gather_json
 
@@ -52,7 +49,7 @@ def restore_checkpoint(path: str, target: Any, *, skip_checksums: bool = False) 
         UnreadableCheckpointError: If it cannot be read for another reason.
     """
     record = _read_record(path, target)
-    nested = _read(path, tree.to_nested(target), partial=False)
+    nested = _read(path, tree.to_nested(target))
     check_restored(path, nested, record, skip_checksums=skip_checksums)
     return Restored(tree.from_nested(nested, target), record, path)
 
@@ -103,14 +100,12 @@ def restore_arrays(
     """
 
     def read(path: str) -> Restored:
-        record = CheckpointRecord.read(path)
-        targets = {
+        record = on_all_processes(lambda: CheckpointRecord.read(path), path)
+        target = {
             name: jax.ShapeDtypeStruct(shape, np.dtype(dtype))
             for name, (dtype, shape) in record.arrays.items()
         }
-        nested = _read(path, tree.unflatten(targets), partial=False)
-        check_restored(path, nested, record, skip_checksums=skip_checksums)
-        return Restored(tree.by_path(nested), record, path)
+        return restore_checkpoint(path, target, skip_checksums=skip_checksums)
 
     return newest_readable(find_checkpoints(storage.absolute(directory), step, required=True), read)
 
@@ -141,7 +136,7 @@ def _restore_params(path: str, target: Any, skip_checksums: bool, partial: bool)
     for name, base in bases.items():
         arrays[f"{base}b1"] = struct(f"{base}b1", None)  # A scalar, read by each process.
         arrays[f"{base}z/{name}"] = struct(f"{base}z/{name}", leaves[name])
-    nested = _read(path, tree.unflatten(arrays), partial=True)
+    nested = _read(path, tree.unflatten(arrays))
     check_restored(path, nested, record, skip_checksums=skip_checksums)
     read = tree.by_path(nested)
     params = {name: read[source] for name, source in sources.items()}
@@ -183,44 +178,16 @@ def _read_record(
     return on_all_processes(read, path)
 
 
-def _read(path: str, target: dict[str, Any], *, partial: bool) -> dict[str, Any]:
+def _read(path: str, target: dict[str, Any]) -> dict[str, Any]:
     """Returns the arrays of a nested dict of targets, on one device if they have no sharding.
 
     Raises:
         DamagedCheckpointError: If a process finds them damaged.
         UnreadableCheckpointError: If a process cannot read them for another reason.
     """
-    import orbax.checkpoint as ocp
-    from etils import epath
-
-    silence_orbax()
     one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     target = jax.tree.map(lambda x: x if x.sharding else x.update(sharding=one), target)
-    args = ocp.args.PyTreeRestore(
-        item=target,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(target),
-        partial_restore=partial,
-    )
-
-    def read() -> dict[str, Any]:
-        try:
-            if not object_store.is_of_orbax(path):
-                return object_store.read_arrays(path, target)
-            # Not by ocp.Checkpointer, at whose end processes wait for one that has failed.
-            with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
-                return handler.restore(epath.Path(path) / contents.STATE_ITEM, args=args)
-        except Exception as error:
-            if unreadable(error):
-                raise
-            reason = first_line(error)
-        # Frees the error and what it holds: arrays that have been read, and coroutines that Orbax
-        # has abandoned, of which Python would warn.
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-            gc.collect()
-        raise DamagedCheckpointError(f"{path} cannot be read: {reason}")
-
-    return on_all_processes(read, path)
+    return on_all_processes(lambda: read_arrays(path, target), path)
 
 
 def check_restored(
@@ -307,12 +274,6 @@ def newest_readable(
                 "a copy, or read it as it is with --skip_checksums:\n  " + "\n  ".join(damages)
             ) from None
     raise DamagedCheckpointError("every checkpoint is damaged:\n  " + "\n  ".join(damages))
-
-
-def first_line(error: BaseException) -> str:
-    """Returns an error's type and the first line of its message."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0].partition(' [tensorstore_spec=')[0][:400]}"
 
 
 # -- Agreement of processes ----------------------------------------------------------------------

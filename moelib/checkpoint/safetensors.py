@@ -73,7 +73,7 @@ class TensorFolder:
                 raise DamagedTensorsError(f"{os.path.join(folder, name)} has no {key}.")
         sums = _read_sums(folder)
         others = {n for n in _DESCRIBING if os.path.exists(os.path.join(folder, n))}
-        if unlisted := sorted((self._files.keys() | others) - sums.keys()):
+        if sums and (unlisted := sorted((self._files.keys() | others) - sums.keys())):
             logger.warning(
                 "%s has no checksum of %s: changes of these files cannot be found.",
                 os.path.join(folder, SUMS_FILE),

@@ -144,8 +144,7 @@ def routing(flags: Flags, folders: Sequence[str]) -> list[str]:
     with Progress("layer", len(logs.last.layers)) as progress:
         found = analyze(logs, settings, on_layer=lambda layer: progress.update(text=layer))
     output = flags.output or os.path.join(run, "analysis", "routing")
-    files = write_analysis(logs, found, output, _decoder(run))
-    return [os.path.join(output, file) for file in files]
+    return write_analysis(logs, found, output, _decoder(run))
 
 
 def _settings(flags: Flags) -> Any:
@@ -189,7 +188,8 @@ def _checkpoints(run: str) -> list[int]:
 
 def _decoder(run: str) -> Callable[[int], str] | None:
     """Returns the function from a token id to its text, if the run has a tokenizer."""
-    from moelib.data.tokenizer import FILE_NAME, read_tokenizer
+    from moelib.data.tokens.tokenizer import FILE_NAME
+    from moelib.huggingface.published_tokenizer import read_tokenizer
 
     if not storage.exists(os.path.join(run, FILE_NAME)):
         return None

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from moelib import launch
-from moelib.core import config_paths
+from moelib.core import config_text
 from moelib.core.config import named_trainer_configs
 from moelib.core.errors import UsageError
 from moelib.runtime.command_line import flag
@@ -132,7 +132,7 @@ def count(cfg: Any) -> dict[str, float]:
 
 def print_diff(a: Any, b: Any, name_a: str, name_b: str) -> None:
     """Prints the lines in which two configs differ."""
-    rows = config_paths.diff(a, b)
+    rows = config_text.diff(a, b)
     print(f"--- {name_a}\n+++ {name_b}")
     for path, text_a, text_b in rows:
         if text_a is not None:
@@ -158,7 +158,7 @@ def _below(cfg: Any, paths: Sequence[str]) -> list[Any]:
     Raises:
         UnknownFieldError: If there is nothing at one of the paths.
     """
-    lines = list(config_paths.lines(cfg))
+    lines = list(config_text.lines(cfg))
     if not paths:
         return lines
     chosen: set[str] = set()
@@ -166,6 +166,6 @@ def _below(cfg: Any, paths: Sequence[str]) -> list[Any]:
         prefixes = (f"{path}.", f"{path}[")
         below = {x.path for x in lines if x.path == path or x.path.startswith(prefixes)}
         if not below:
-            config_paths.get(cfg, path)  # Raises the error with the nearest name.
+            config_text.get(cfg, path)  # Raises the error with the nearest name.
         chosen |= below
     return [line for line in lines if line.path in chosen]

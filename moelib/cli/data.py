@@ -51,9 +51,9 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
 
 def show(flags: Flags, cfg: Any, first: int, stop: int) -> str:
     """Returns the text of sequences [first, stop) of the batch of a step."""
-    from moelib.data.describe import batch_of_step, describe_batch
-    from moelib.data.input import load_tokenizer
-    from moelib.data.tokenizer import NoTokenizerError
+    from moelib.data.batches.describe import batch_of_step, describe_batch
+    from moelib.data.batches.input import load_tokenizer
+    from moelib.data.tokens.tokenizer import NoTokenizerError
     from moelib.train.settings import check_config, completed
 
     cfg = cfg.clone(dir=flags.trainer_dir or cfg.dir or "unused")
@@ -78,7 +78,7 @@ def show(flags: Flags, cfg: Any, first: int, stop: int) -> str:
         first_sequence=first,
         max_sequences=stop - first,
         max_chars=flags.max_chars,
-        sources=[names[k] for k in opened.source_ids(position, 0, 1)] if names else (),
+        sources=[names[k] for k in opened.source_ids(position)] if names else (),
         end_id=getattr(opened, "eos_id", None) if tokenizer is None else tokenizer.eos_id,
     )
     skipped = f", after skipped batches {ranges}" if ranges else ""
@@ -88,7 +88,7 @@ def show(flags: Flags, cfg: Any, first: int, stop: int) -> str:
 
 def _skipped(cfg: Any, trainer_dir: str | None) -> list[list[int]]:
     """Returns the ranges of batches that a config and its run skip."""
-    from moelib.data.skip_batches import merged
+    from moelib.data.batches.skip_batches import merged
     from moelib.runs.course import course_of, ranges_to_skip
     from moelib.runs.folder import CONFIG_FILE, RunFolder
 

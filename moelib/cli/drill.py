@@ -20,7 +20,7 @@ from moelib.core.errors import UsageError
 from moelib.core.module_names import find_module
 from moelib.runtime import storage
 from moelib.runtime.command_line import flag, no_arguments
-from moelib.runtime.directory_lock import directory_lock
+from moelib.runtime.lock import directory_lock
 from moelib.runtime.progress import Progress
 from moelib.runtime.table import print_table
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moelib import launch
-from moelib.core import config_parse
+from moelib.core import config_text
 from moelib.core.config import RequiredFieldMissingError, config_origin, did_you_mean
 from moelib.core.errors import UsageError
 from moelib.core.module_names import find_module
@@ -98,7 +98,7 @@ def job_config(flags: Flags) -> Any:
         with config_origin(f"--num_processes={flags.num_processes}"):
             cfg.set(num_processes=flags.num_processes)
     for assignment in flags.job_set:
-        config_parse.set_from_text(cfg, assignment, flag="--job_set")
+        config_text.set_from_text(cfg, assignment, flag="--job_set")
     arguments = [*train_arguments(flags), f"--stopped_status={cfg.stopped_status}"]
     return cfg.set(arguments=["train", *arguments])
 

@@ -141,7 +141,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
 
 
 def _print_schedules(texts: Sequence[str]) -> None:
-    from moelib.parallel.pipeline.comparison import schedule_timelines, schedules_table
+    from moelib.planning.schedules import schedule_timelines, schedules_table
 
     timelines = schedule_timelines(texts)
     print_table(schedules_table(timelines))

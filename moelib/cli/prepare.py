@@ -53,7 +53,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     """Prepares the store."""
     no_arguments(arguments, Flags)
     if flags.verify and flags.output is not None:
-        from moelib.data.prepare import verify_store
+        from moelib.data.tokens.prepare import verify_store
 
         verify_store(flags.output)
         return
@@ -65,8 +65,8 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     if flags.eos_token is not None and flags.tokenizer in (None, "bytes"):
         raise UsageError("--eos_token names a token of a tokenizer.json: set --tokenizer to one.")
 
-    from moelib.data.prepare import prepare
-    from moelib.data.token_store import check_splits
+    from moelib.data.tokens.prepare import prepare
+    from moelib.data.tokens.token_store import check_splits
 
     splits = read_splits(flags.splits)
     check_splits(splits)  # Before a tokenizer is trained, which takes minutes.
@@ -86,9 +86,9 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
 
 def source_for(flags: Flags, name: str) -> Any:
     """Returns the config of the source that --source names."""
-    from moelib.data.files import PythonSourceCode
-    from moelib.data.source_for_path import source_for_path
-    from moelib.data.tfds_source import TFDSSource
+    from moelib.data.sources.files import PythonSourceCode
+    from moelib.data.sources.source_for_path import source_for_path
+    from moelib.data.sources.tfds import TFDSSource
 
     if name == "python":
         return PythonSourceCode.default_config()
@@ -116,8 +116,8 @@ def read_splits(text: str) -> dict[str, float]:
 
 
 def _tokenizer(flags: Flags, output: str, source: Any, splits: dict[str, float]) -> Any:
-    from moelib.data.corpus_tokenizer import corpus_tokenizer
-    from moelib.data.tokenizer import ByteTokenizer, Tokenizer
+    from moelib.data.tokens.corpus_tokenizer import corpus_tokenizer
+    from moelib.data.tokens.tokenizer import ByteTokenizer, Tokenizer
 
     if flags.tokenizer == "bytes":
         return ByteTokenizer.default_config().instantiate()

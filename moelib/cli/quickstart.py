@@ -73,11 +73,11 @@ def prepare_text(text: str | None, store_dir: str, vocab_size: int) -> tuple[Any
     library. The tokenizer is a file next to the store. Raises UserError if the text cannot be read
     or is too short.
     """
-    from moelib.data.corpus_tokenizer import corpus_tokenizer
-    from moelib.data.files import PythonSourceCode, TextFiles
-    from moelib.data.prepare import prepare
-    from moelib.data.source_for_path import source_for_path
-    from moelib.data.token_store import TokenStore
+    from moelib.data.sources.files import PythonSourceCode, TextFiles
+    from moelib.data.sources.source_for_path import source_for_path
+    from moelib.data.tokens.corpus_tokenizer import corpus_tokenizer
+    from moelib.data.tokens.prepare import prepare
+    from moelib.data.tokens.token_store import TokenStore
 
     cfg = PythonSourceCode.default_config() if text is None else source_for_path(text)
     if isinstance(cfg, TextFiles.Config):  # Splits one long file into documents.

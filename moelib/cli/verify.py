@@ -31,7 +31,7 @@ class Flags(launch.ConfigFlags):
     full_size: bool = flag(False, "Keep the config's own sizes and data.")
     keep_going: bool = flag(False, "Run the checks after a failure too.")
     without: tuple[str, ...] = flag((), "Check to leave out; repeatable.")
-    thorough: bool = flag(False, "Run slow checks too, on more meshes.")
+    thorough: bool = flag(False, "Check more meshes than auto.")
     report: str = flag("verify.md", "File for the report.")
 
 

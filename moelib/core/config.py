@@ -13,7 +13,6 @@ and written to text, and only `instantiate()` builds the object.
 
 import abc
 import collections
-import contextlib
 import copy
 import dataclasses
 import importlib
@@ -22,8 +21,7 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import (
     Any,
     ClassVar,
@@ -38,7 +36,8 @@ from typing import (
     overload,
 )
 
-from moelib.core import config_paths, config_types
+from moelib.core import config_text, config_types
+from moelib.core.config_text import config_origin, current_origin  # noqa: F401 (a public name)
 from moelib.core.config_types import (
     REQUIRED,
     DType,
@@ -86,23 +85,12 @@ class RequiredFieldMissingError(UserError):
 
 # -- Where a value was set -----------------------------------------------------------------------
 
-_origin: ContextVar[str | None] = ContextVar("moelib_config_origin", default=None)
 _CORE = os.path.dirname(__file__) + os.sep
-
-
-@contextlib.contextmanager
-def config_origin(origin: str) -> Iterator[None]:
-    """Records `origin`, such as "--set learner.lr=3", as the origin of values set in the block."""
-    token = _origin.set(origin)
-    try:
-        yield
-    finally:
-        _origin.reset(token)
 
 
 def _caller() -> str:
     """Returns the file:line of the nearest frame outside of moelib.core."""
-    if (origin := _origin.get()) is not None:
+    if (origin := current_origin()) is not None:
         return origin
     frame = sys._getframe(2)
     while frame.f_back and frame.f_code.co_filename.startswith(_CORE):
@@ -211,7 +199,7 @@ def _checked(title: str, value: Any, annotation: Any) -> Any:
         got = type(value).__qualname__
         advice = config_types.advice(annotation)
         shown = "***" if config_types.is_secret(annotation) else masked(repr(value))
-        raise InvalidConfigValueError(f"{title} = {shown}: got {got}, expected {wanted}{advice}")
+        raise InvalidConfigValueError(f"{title}={shown}: got {got}, expected {wanted}{advice}")
     return value
 
 
@@ -230,14 +218,14 @@ def _copy_value(value: Any) -> Any:
         for name, element in vars(value).items():
             object.__setattr__(other, name, _copy_value(element))
         return other
-    return config_paths.map_elements(_copy_value, value)
+    return config_types.map_elements(_copy_value, value)
 
 
 def _freeze(value: Any) -> None:
     if isinstance(value, ConfigBase):
         value.freeze()
     elif type(value) not in _IMMUTABLE:
-        for _, child in config_paths.children(value):
+        for _, child in config_types.children(value):
             _freeze(child)
 
 
@@ -276,12 +264,8 @@ class ConfigBase:
         self.set(**values)
 
     def _start(self) -> None:
-        fields = self._all_fields().items()
-        values = {name: _copy_value(field.default) for name, field in fields}
-        self.__dict__.update(_frozen=False, _origins={}, _values=values)
-
-    def _all_fields(self) -> Mapping[str, Field]:
-        return type(self)._fields
+        values = {name: _copy_value(field.default) for name, field in self._fields.items()}
+        self.__dict__.update(_frozen=False, _origins={}, _path="", _values=values)
 
     # Reading and writing.
 
@@ -296,19 +280,16 @@ class ConfigBase:
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        fields = self._all_fields()
-        if name not in fields:
-            path = self.__dict__.get("_root_path")
-            where = f"{path}: " if path else ""
-            raise UnknownFieldError(
-                f"{where}{self._title()} has no field {name!r}; {did_you_mean(name, fields)}"
-            )
+        where = f"{self._path}: " if self._path else ""
+        if name not in self._fields:
+            near = did_you_mean(name, self._fields)
+            raise UnknownFieldError(f"{where}{self._title()} has no field {name!r}; {near}")
         if self._frozen:
             raise FrozenConfigError(
                 f"{self._title()}.{name} belongs to an object that is already built; "
                 "change a clone() and instantiate that."
             )
-        value = _checked(f"{self._title()}.{name}", value, fields[name].annotation)
+        value = _checked(f"{where}{self._title()}.{name}", value, self._fields[name].annotation)
         self._values[name] = _copy_value(value)
         self._origins[name] = _caller()
 
@@ -349,7 +330,9 @@ class ConfigBase:
         return self
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self._values == other.__dict__["_values"]
+        if not isinstance(other, ConfigBase) or type(self) is not type(other):
+            return False
+        return self._header() == other._header() and self._values == other._values
 
     __hash__ = None  # Mutable.
 
@@ -370,16 +353,16 @@ class ConfigBase:
 
     def annotation(self, name: str) -> Any:
         """Returns the annotation of a field."""
-        return self._all_fields()[name].annotation
+        return self._fields[name].annotation
 
     def origin(self, name: str) -> str:
         """Returns where the field's value was set: file:line, a flag, or the class default."""
-        return self._origins.get(name) or f"default of {self._all_fields()[name].owner}"
+        return self._origins.get(name) or f"default of {self._fields[name].owner}"
 
     # Paths and text.
 
     def _is_default(self, name: str) -> bool:
-        value, default = self._values[name], self._all_fields()[name].default
+        value, default = self._values[name], self._fields[name].default
         return value is default or (type(value) is type(default) and value == default)
 
     def _is_unset(self, name: str) -> bool:
@@ -401,25 +384,23 @@ class ConfigBase:
         Fields left at a default that is one of `omit_default_values`, such as None, are omitted.
         """
         omitted = list(omit_default_values)
-        found = config_paths.leaves(self)
+        found = config_text.leaves(self)
         return {x.path: x.value for x in found if not (x.is_default and x.value in omitted)}
 
     def debug_string(self) -> str:
-        """Returns the config as text, one line per value; `config_parse.parse` reads it back."""
-        return config_paths.to_text(self)
+        """Returns the config as text, one line per value; `config_text.parse` reads it back."""
+        return config_text.to_text(self)
 
     def get_recursively(self, path: str | Sequence[str | int]) -> Any:
         """Returns the value at a path such as "model.layers[0].dim" or ("model", "dim")."""
-        return config_paths.get(self, path)
+        return config_text.get(self, path)
 
     def set_recursively(self, path: str | Sequence[str | int], *, value: Any) -> None:
         """Sets the value at a path, elements of lists, tuples and dicts included."""
-        config_paths.set_at(self, path, value)
+        config_text.set_at(self, path, value)
 
 
 # -- Configs that build objects ------------------------------------------------------------------
-
-_building: ContextVar[bool] = ContextVar("moelib_config_building", default=False)
 
 
 class InstantiableConfig(ConfigBase, Generic[T]):
@@ -433,50 +414,46 @@ class InstantiableConfig(ConfigBase, Generic[T]):
         Raises:
             RequiredFieldMissingError: If a REQUIRED field is unset, here or further inside.
         """
-        if _building.get():  # A part of another object, whose config has set the path of this one.
-            return self._build(**kwargs)
-        token = _building.set(True)
-        try:
-            return self.clone()._set_path(self._path() or "")._owned()._build(**kwargs)
-        finally:
-            _building.reset(token)
+        return self.clone()._locate(self._path)._build(**kwargs)
 
-    def _set_path(self, path: str) -> Self:
+    def _locate(self, path: str) -> Self:
         """Records the path of this config below the root, and of those inside it, for errors."""
-        self.__dict__["_root_path"] = path
-        for inner_path, inner in config_paths.sub_configs(self):
-            inner.__dict__["_root_path"] = f"{path}.{inner_path}" if path else inner_path
-        return self
-
-    def _path(self) -> str | None:
-        """Returns the path below the root, or None if the config is in no other."""
-        return self.__dict__.get("_root_path")
-
-    def _owned(self) -> Self:
-        """Returns this config, marked for the object it builds to keep without another copy."""
-        self.__dict__["_fresh"] = True
+        self.__dict__["_path"] = path
+        for inner_path, inner in config_text.sub_configs(self):
+            inner.__dict__["_path"] = f"{path}.{inner_path}" if path else inner_path
         return self
 
     def _check_complete(self, given: Collection[str] = ()) -> None:
         """Checks that REQUIRED fields are set, and what was put into containers in place."""
         missing = [name for name, value in self.items() if value is REQUIRED and name not in given]
         if missing:
-            raise RequiredFieldMissingError(self._title(), missing, self._path())
+            raise RequiredFieldMissingError(self._title(), missing, self._path)
         for name, value in self.items():
             if isinstance(value, list | dict):
                 _checked(f"{self._title()}.{name}", value, self.annotation(name))
 
     def _build(self, **kwargs: Any) -> T:
+        """Builds the object, which keeps this config without a copy."""
         raise TypeError(f"{self._title()} builds nothing; define its class's _build.")
 
 
 ConfigOr = Union[T, InstantiableConfig[T]]  # noqa: UP007 (subscripted: ConfigOr[float])
 
 
+def _own(value: Any) -> Any:
+    """Returns a copy of an argument that is a config, any other argument as it is."""
+    return value.clone() if isinstance(value, ConfigBase) else value
+
+
 class _FrozenOnceBuilt(abc.ABCMeta):
-    """Freezes an object's config once the object is built."""
+    """Gives each object a config of its own, which is frozen once the object is built."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        named = {name: _own(value) for name, value in kwargs.items()}
+        return cls._keep(*map(_own, args), **named)
+
+    def _keep(cls, *args: Any, **kwargs: Any) -> Any:
+        """Returns the object of a config that nothing else holds."""
         built = super().__call__(*args, **kwargs)
         built.config.freeze()
         return built
@@ -517,7 +494,7 @@ class Configurable(metaclass=_FrozenOnceBuilt):
         def __setattr__(self, name: str, value: Any) -> None:
             if name == "klass" and not isinstance(self, getattr(value, "Config", ())):
                 raise InvalidConfigValueError(
-                    f"{self._title()}.klass = {value!r}: its own Config has other fields; use its "
+                    f"{self._title()}.klass={value!r}: its own Config has other fields; use its "
                     "default_config()."
                 )
             super().__setattr__(name, value)
@@ -529,7 +506,7 @@ class Configurable(metaclass=_FrozenOnceBuilt):
             return "klass", self.klass
 
         def _build(self, **kwargs: Any) -> Any:
-            return self.klass(self, **kwargs)
+            return self.klass._keep(self, **kwargs)
 
     @overload
     @classmethod
@@ -545,9 +522,9 @@ class Configurable(metaclass=_FrozenOnceBuilt):
         return config
 
     def __init__(self, cfg: Any) -> None:
-        """Keeps a copy of `cfg`, which is frozen when the object is built."""
+        """Keeps `cfg`, a copy that is frozen when the object is built."""
         cfg._check_complete()
-        self._config = cfg if cfg.__dict__.pop("_fresh", False) else cfg.clone()
+        self._config = cfg
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -573,43 +550,38 @@ class Configurable(metaclass=_FrozenOnceBuilt):
 
 # -- Any function or class -----------------------------------------------------------------------
 
-_RESERVED = ("callee", "cls", "fn", "instantiate", "klass")
+_RESERVED = ("cls", "fn", "instantiate", "klass")
 
 
 class FunctionConfig(InstantiableConfig[T]):
     """A config whose fields are the parameters of a function or class."""
 
     _fields: ClassVar[dict[str, Field]] = {}
+    fn: Callable[..., T]
 
-    def __init__(self, callee: Callable[..., T]) -> None:
-        self.__dict__.update(_callee=callee, _callee_fields=_signature_fields(callee))
+    def __init__(self, fn: Callable[..., T]) -> None:
+        self.__dict__.update(fn=fn, _fields=_signature_fields(fn))
         self._start()
 
-    def _all_fields(self) -> Mapping[str, Field]:
-        return self.__dict__["_callee_fields"]
+    if typing.TYPE_CHECKING:  # No type says "some of the parameters of fn, by name".
 
-    def __eq__(self, other: object) -> bool:
-        same = isinstance(other, FunctionConfig) and self.callee is other.callee
-        return same and self._values == other.__dict__["_values"]
+        def set(self, **values: Any) -> Self:
+            """Sets parameters."""
+            ...
 
-    __hash__ = None
-
-    @property
-    def callee(self) -> Callable[..., T]:
-        """The function or class that is called."""
-        return self.__dict__["_callee"]
-
-    fn = callee
+        def clone(self, **values: Any) -> Self:
+            """Returns a copy with other values of some parameters."""
+            ...
 
     def _title(self) -> str:
-        return f"config of {getattr(self.callee, '__qualname__', self.callee)}"
+        return f"config of {getattr(self.fn, '__qualname__', self.fn)}"
 
     def _header(self) -> tuple[str, Any]:
-        return ("cls" if isinstance(self.callee, type) else "fn"), self.callee
+        return ("cls" if isinstance(self.fn, type) else "fn"), self.fn
 
     def _is_unset(self, name: str) -> bool:
-        value, default = self._values[name], self._all_fields()[name].default
-        if value is default and not config_paths.is_plain(value):
+        value, default = self._values[name], self._fields[name].default
+        if value is default and not config_text.is_plain(value):
             return not config_types.has_reference(value)  # An object without text.
         return super()._is_unset(name)
 
@@ -618,8 +590,8 @@ class FunctionConfig(InstantiableConfig[T]):
         self._check_complete(kwargs)
         values = {name: kwargs.pop(name, value) for name, value in self.items()}
         values = collections.OrderedDict(maybe_instantiate(values))
-        bound = inspect.BoundArguments(inspect.Signature(_parameters(self.callee)), values)
-        return self.callee(*bound.args, **{**bound.kwargs, **kwargs})
+        bound = inspect.BoundArguments(inspect.Signature(_parameters(self.fn)), values)
+        return self.fn(*bound.args, **{**bound.kwargs, **kwargs})
 
 
 def _parameters(callee: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -662,7 +634,7 @@ def _parameter_field(parameter: inspect.Parameter) -> tuple[Any, Any]:
     return Required[ConfigOr[annotation]], default
 
 
-def config_for_function(fn: Callable[..., T]) -> Any:
+def config_for_function(fn: Callable[..., T]) -> FunctionConfig[T]:
     """Returns a config whose fields are the function's parameters; `instantiate()` calls it.
 
     Parameters without a default are REQUIRED; `*args` is a list field, `**kwargs` a dict field.
@@ -673,7 +645,7 @@ def config_for_function(fn: Callable[..., T]) -> Any:
     return FunctionConfig(fn)
 
 
-def config_for_class(cls: type[T]) -> Any:
+def config_for_class(cls: type[T]) -> FunctionConfig[T]:
     """Returns a config whose fields are the parameters of a class that is not a Configurable."""
     if not isinstance(cls, type):
         raise InvalidConfigClassError(f"{cls!r} is not a class; use config_for_function.")
@@ -682,11 +654,21 @@ def config_for_class(cls: type[T]) -> Any:
     return FunctionConfig(cls)
 
 
+@config_text.makes_configs
+def config_of(value: Any) -> ConfigBase:
+    """Returns a new config of a config class, a Configurable, or another class or function."""
+    if isinstance(value, type):
+        if issubclass(value, Configurable):
+            return value.default_config()
+        return value() if issubclass(value, ConfigBase) else config_for_class(value)
+    return config_for_function(value)
+
+
 def maybe_instantiate(value: Any) -> Any:
     """Returns the value with every instantiable config in it, at any depth, instantiated."""
     if isinstance(value, InstantiableConfig):
         return value.instantiate()
-    return config_paths.map_elements(maybe_instantiate, value)
+    return config_types.map_elements(maybe_instantiate, value)
 
 
 # -- Named configs -------------------------------------------------------------------------------

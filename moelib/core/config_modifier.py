@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moelib.core.config import ConfigBase, Configurable, InstantiableConfig, config_origin
-from moelib.core.config_paths import set_at, sub_configs
+from moelib.core.config_text import set_at, sub_configs
 from moelib.core.errors import UserError
 
 
@@ -99,7 +99,7 @@ def _carry_over(
 def _state(cfg: ConfigBase, start: ConfigBase | None, name: str) -> tuple[Any, bool, bool]:
     """Returns a field's default, whether the field was assigned, and whether it was set at all."""
     if start is None:
-        default, origin = cfg._all_fields()[name].default, None
+        default, origin = cfg._fields[name].default, None
     else:
         default, origin = start._values[name], start._origins.get(name)
     assigned = cfg._origins.get(name) != origin

@@ -6,12 +6,14 @@ import difflib
 import enum
 import importlib
 import inspect
+import math
+import operator
 import re
 import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, Union
+from typing import Annotated, Any, Literal, TypeVar, Union
 
 import numpy as np
 
@@ -57,15 +59,17 @@ def is_config(value: Any) -> bool:
     return hasattr(type(value), "_header")
 
 
+def is_config_class(value: Any) -> bool:
+    """Returns whether a value is a class of configs."""
+    return isinstance(value, type) and hasattr(value, "_header")
+
+
 # -- Dtypes --------------------------------------------------------------------------------------
 
-_ML_DTYPES = (  # Unknown to NumPy until ml_dtypes is imported.
-    "bfloat16", "int2", "int4", "uint2", "uint4", "float4_e2m1fn", "float8_e3m4", "float8_e4m3",
-    "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
-    "float8_e8m0fnu",
+_COMMON_DTYPES = (
+    "bfloat16", "bool", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "int4",
+    "int8", "int32", "int64", "uint8",
 )  # fmt: skip
-_COMMON_DTYPES = ("bfloat16", "float16", "float32", "float64", "int8", "int32", "int64", "uint8")
-
 
 if typing.TYPE_CHECKING:
     DType = str | Any  # Set as a name or as a type of NumPy or JAX, read as a name.
@@ -82,7 +86,7 @@ else:
             try:
                 return dtype(value).name
             except (SyntaxError, TypeError, ValueError) as error:
-                near = did_you_mean(cut(str(value)), {*_ML_DTYPES, *_COMMON_DTYPES})
+                near = did_you_mean(cut(str(value)), _COMMON_DTYPES)
                 raise InvalidConfigValueError(
                     f"{shortened(value)} is not a dtype; {near}"
                 ) from error
@@ -90,19 +94,18 @@ else:
 
 def is_dtype_name(name: str) -> bool:
     """Returns whether a name is that of a dtype of numbers, by which modules export it too."""
-    return (
-        name in (*_ML_DTYPES, "bool", "bool_")
-        or re.fullmatch("u?int(8|16|32|64)|(float|complex)[0-9]+", name) is not None
-    )
+    pattern = r"bool_?|u?int\d+|b?float\d+(_e\d+m\d+[a-z\d]*)?|complex\d+"
+    return re.fullmatch(pattern, name) is not None
 
 
 def dtype(name: Any) -> np.dtype:
     """Returns a dtype by its name, those of ml_dtypes included, or of a scalar type."""
-    if not isinstance(name, str) or name not in _ML_DTYPES:
+    try:
         return np.dtype(name)
-    import ml_dtypes  # Comes with JAX; configs without such a dtype need none.
+    except TypeError:
+        import ml_dtypes  # Comes with JAX; configs without such a dtype need none.
 
-    return np.dtype(getattr(ml_dtypes, name))
+        return np.dtype(getattr(ml_dtypes, str(name), name))
 
 
 # -- Similar names -------------------------------------------------------------------------------
@@ -168,6 +171,26 @@ def record_fields(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names}
 
 
+def children(value: Any) -> list[tuple[str | int, Any]]:
+    """Returns the values directly inside a config, record or container, by key."""
+    if is_config(value):
+        return list(value.items())
+    if is_record(value):
+        return list(record_fields(value).items())
+    if isinstance(value, list | tuple):
+        return list(enumerate(value))
+    return list(value.items()) if isinstance(value, dict) else []
+
+
+def map_elements(fn: Callable[[Any], Any], value: Any) -> Any:
+    """Returns a list, tuple or dict like `value` of fn(element); other values as they are."""
+    if isinstance(value, dict):
+        return {key: fn(element) for key, element in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(fn, value))
+    return type(value)(map(fn, value)) if isinstance(value, list | tuple) else value
+
+
 def validate_value(value: Any) -> None:
     """Raises NonConfigFieldError if a config may not hold `value`, or an element of it."""
     if isinstance(value, str) and "://" in value and masked(value) != value:
@@ -177,8 +200,6 @@ def validate_value(value: Any) -> None:
         )
     if isinstance(value, _SCALARS) or is_config(value) or has_reference(value):
         return
-    if isinstance(value, np.dtype) and is_dtype_name(value.name) and value == dtype(value.name):
-        return  # Others, such as those of the other byte order, are not what their name says.
     for element in _elements(value):
         validate_value(element)
 
@@ -214,6 +235,36 @@ def has_reference(value: Any) -> bool:
 
 
 # -- Annotations -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """A limit of a number that an annotation states: `Annotated[float, Limit("<", 1)]`."""
+
+    relation: Literal["<", "<=", ">", ">="]
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.relation} {self.value}"
+
+    def allows(self, number: float) -> bool:
+        """Returns whether a number is within the limit; NaN never is."""
+        return _RELATIONS[self.relation](number, self.value)
+
+
+_RELATIONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+
+
+def without_limits(annotation: Any) -> Any:
+    """Returns the annotation of numbers that `Annotated` limits, or any other as it is."""
+    limited = typing.get_origin(annotation) is Annotated
+    return typing.get_args(annotation)[0] if limited else annotation
+
+
+PositiveInt = Annotated[int, Limit(">=", 1)]
+NonNegativeInt = Annotated[int, Limit(">=", 0)]
+PositiveFloat = Annotated[float, Limit(">", 0), Limit("<", math.inf)]
+NonNegativeFloat = Annotated[float, Limit(">=", 0), Limit("<", math.inf)]
 
 
 def convert_value(value: Any, annotation: Any) -> Any:
@@ -254,20 +305,23 @@ def describe_annotation(annotation: Any) -> str:
     (annotation,) = members
     if annotation is type(None):
         return "None"
-    if annotation is np.dtype:
-        return "dtype (annotate the field with DType to allow names and types)"
+    if typing.get_origin(annotation) is Annotated:
+        kind, *limits = typing.get_args(annotation)
+        return " ".join([describe_annotation(kind), " and ".join(map(str, limits))])
     if isinstance(annotation, type) and not typing.get_args(annotation):
         return annotation.__qualname__
     return str(annotation).replace("typing.", "").replace("collections.abc.", "")
 
 
 def advice(annotation: Any, text: str | None = None) -> str:
-    """Returns the end of an error message: the values that an annotation allows, or an example.
+    """Returns the end of an error message: the values that an annotation names, if it does.
 
     `text` is the wrong value of a flag, where a member of an enum has its bare name.
     """
     named: list[str] = []
-    for option in (each for each in options(annotation) if each is not RequiredFieldValue):
+    for option in options(annotation):
+        if option is RequiredFieldValue:
+            continue
         if isinstance(option, type) and issubclass(option, enum.Enum):
             owner = f"{option.__name__}." if text is None else ""
             named += [f"{owner}{name}" for name in option.__members__]
@@ -275,32 +329,7 @@ def advice(annotation: Any, text: str | None = None) -> str:
             named += map(str, typing.get_args(option))
         elif option is bool:
             named += ["True", "False"]
-    if named:
-        return f"; {did_you_mean(text or '', named)}"
-    example = _example(annotation)
-    return f"; set {example}, for example." if example else "."
-
-
-_EXAMPLES = {bool: "True", int: "8", float: "0.5", str: "'name'"}
-
-
-def _example(annotation: Any) -> str:
-    """Returns a value that an annotation allows, as code; "" if it names none of a known type."""
-    for option in options(annotation):
-        kind = typing.get_origin(option) or option
-        if not isinstance(kind, type):
-            continue
-        if kind in _EXAMPLES:
-            return _EXAMPLES[kind]
-        inside = [_example(arg) for arg in typing.get_args(option) if arg is not Ellipsis]
-        if inside and all(inside):
-            if issubclass(kind, Mapping):
-                return f"{{{': '.join(inside)}}}"
-            if issubclass(kind, tuple):
-                return f"({', '.join(inside)}{',' * (len(inside) == 1)})"
-            if issubclass(kind, Sequence):
-                return f"[{inside[0]}]"
-    return ""
+    return f"; {did_you_mean(text or '', named)}" if named else "."
 
 
 def is_secret(annotation: Any) -> bool:
@@ -344,8 +373,9 @@ def _fits_generic(value: Any, origin: Any, args: tuple[Any, ...]) -> bool:
         )
     if origin is Callable:
         return callable(value)
-    if origin is typing.Annotated:
-        return fits(value, args[0])
+    if origin is Annotated:
+        limits = (limit for limit in args[1:] if isinstance(limit, Limit))
+        return fits(value, args[0]) and all(limit.allows(value) for limit in limits)
     if not isinstance(origin, type) or not isinstance(value, origin):
         return not isinstance(origin, type)
     if issubclass(origin, Mapping):

@@ -26,6 +26,12 @@ class ExistingFileError(UserError, FileExistsError):
     """A file or folder of the user exists and would be overwritten."""
 
 
+def first_line(error: BaseException) -> str:
+    """Returns an error's type and the first line of its message, without TensorStore's specs."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0].partition(' [tensorstore_spec=')[0][:400]}"
+
+
 def refuse_single_strings(**values: object) -> None:
     """Checks arguments that are lists of strings, whose characters a string would stand for.
 

@@ -70,7 +70,7 @@ def _run(module: "Module", method: str, call: Callable[[], Any]) -> Any:
         running = current_context()
         leaves = tree.flatten_items((running.state if running else None) or {})[:8]
         shapes = [f"{n} {list(x.shape)} {x.dtype}" for n, x in leaves if hasattr(x, "shape")]
-        path, config_path = module.path() or module.name, module.config._path()
+        path, config_path = module.path() or module.name, module.config._path
         note = f"in {path} ({type(module).__qualname__}.{method})"
         if config_path and config_path != path:
             note += f", configured at {config_path}"
@@ -142,7 +142,7 @@ class Module(Configurable):
 
     def _title(self) -> str:
         """Returns the name of this module in errors: its config's path, or the name of the root."""
-        return self.config._path() or self.path() or self.name
+        return self.config._path or self.path() or self.name
 
     def _add_child(self, name: str, cfg: InstantiableConfig, **kwargs: Any) -> "Module":
         """Builds a child module, which is then reached as `self.<name>`.
@@ -157,14 +157,14 @@ class Module(Configurable):
         if not name or {".", "/"} & set(name):
             raise InvalidConfigNameError(f"a child of {self._title()} is called {name!r}.")
         cfg = cfg.clone(name=name)
-        if cfg._path() is None:  # Not from the config of this module.
-            cfg._set_path(f"{self.config._path() or ''}.{name}".lstrip("."))
+        if not cfg._path:  # Not from the config of this module.
+            cfg._locate(f"{self.config._path}.{name}".lstrip("."))
         try:
-            child = cfg._owned().instantiate(parent=self, **kwargs)
+            child = cfg._build(parent=self, **kwargs)
         except RequiredFieldMissingError:
             raise
         except Exception as error:
-            _explain(error, f"while {cfg._path()} was built ({cfg._title()})")
+            _explain(error, f"while {cfg._path} was built ({cfg._title()})")
             raise
         self.children[name] = child
         return child

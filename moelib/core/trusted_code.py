@@ -23,7 +23,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from moelib.core import config_types, module_names
-from moelib.core.config import ConfigBase, Configurable
 from moelib.core.errors import UserError, refuse_single_strings
 
 _MOELIB = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -134,7 +133,9 @@ def _may_use(value: Any) -> bool:
     if module.partition(".")[0] != "moelib" or _within(f"{module}.{name}", _FUNCTIONS):
         return _may_import(module)
     return isinstance(owner, type) and (
-        issubclass(owner, ConfigBase | Configurable | enum.Enum)
+        hasattr(owner, "default_config")
+        or config_types.is_config_class(owner)
+        or issubclass(owner, enum.Enum)
         or config_types.is_record_class(owner)
     )
 

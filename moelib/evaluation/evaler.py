@@ -7,7 +7,7 @@ import jax
 
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.metrics import Scalars
-from moelib.data.input import load_tokenizer
+from moelib.data.batches.input import load_tokenizer
 from moelib.evaluation.evaluations import Evaluation, run_evaluations
 from moelib.evaluation.multiple_choice import task_evaluation
 from moelib.evaluation.scoring import BATCH_TOKENS, Scorer

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from moelib.core.errors import UserError
-from moelib.data.tokenizer import Tokenizer
+from moelib.data.tokens.tokenizer import Tokenizer
 from moelib.evaluation.evaluations import Evaluation, Metric, Metrics
 from moelib.evaluation.requests import encode_pairs
 from moelib.evaluation.scoring import Score

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from moelib.core.errors import UserError
-from moelib.data.source_for_path import source_for_path
-from moelib.data.tokenizer import Tokenizer
+from moelib.data.sources.source_for_path import source_for_path
+from moelib.data.tokens.tokenizer import Tokenizer
 from moelib.evaluation.evaluations import Evaluation, Metric, Metrics
 from moelib.evaluation.requests import Ids, Request, encode_texts
 from moelib.evaluation.scoring import Score

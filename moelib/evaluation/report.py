@@ -1,13 +1,13 @@
 """Results of an evaluation: a table, results.json, results.csv, and a plot over steps."""
 
 import csv
-import io
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moelib.evaluation.evaluations import Metrics
 from moelib.runtime import storage
+from moelib.runtime.figures import save_figure
 from moelib.runtime.files import atomic_file, write_json
 from moelib.runtime.table import Table
 
@@ -100,9 +100,7 @@ def plot_results(path: str, title: str, results: Sequence[Result]) -> None:
         axes.set(xlabel="step", ylabel=metric)
         axes.legend(fontsize="small")
         _add_token_axis(axes, results)
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=120)
-    storage.write_bytes(path, image.getvalue())
+    save_figure(figure, path)
 
 
 def _add_token_axis(axes: Any, results: Sequence[Result]) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from moelib.data.tokenizer import Tokenizer
+from moelib.data.tokens.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int32]
 

@@ -20,8 +20,8 @@ from moelib.core.errors import UserError
 from moelib.core.module import functional
 from moelib.core.precision import cast_parameters
 from moelib.core.tree import Batch, Nested
-from moelib.data.input import PADDING_LABEL, TOKEN_ARRAYS, rows_of_host
-from moelib.data.prefetch import host_rows, put_batch
+from moelib.data.batches.input import PADDING_LABEL, TOKEN_ARRAYS
+from moelib.data.batches.prefetch import host_rows, put_batch
 from moelib.evaluation.requests import Request
 from moelib.parallel import sharding
 from moelib.train.state import batch_sharding
@@ -181,7 +181,7 @@ class Scorer:
         if self.mesh is not None:  # This process provides its own sequences.
             batch_size, length = batch["input_ids"].shape
             split = batch_sharding(batch_size, length, self.mesh)
-            mine = rows_of_host(batch_size, *host_rows(split, batch_size))
+            mine = host_rows(split, batch_size)
             share = {name: array[mine.start : mine.stop] for name, array in batch.items()}
             batch = put_batch(share, split, batch_size)
         return _score(self.model, self.vocab_size, self.train_dtype, num_scored, params, batch)

@@ -18,7 +18,7 @@ from moelib.checkpoint.safetensors import TensorFolder, add_sums, write_tensors
 from moelib.core.errors import UserError
 from moelib.core.param import specs_by_path
 from moelib.core.tree import Nested
-from moelib.data.tokenizer import FILE_NAME, SETTINGS_FILE, Tokenizer
+from moelib.data.tokens.tokenizer import FILE_NAME, SETTINGS_FILE, Tokenizer
 from moelib.huggingface.families import (
     NoFamilyError,
     NotTheModelError,

@@ -31,7 +31,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "cross_entropy": ("reference", "xla"),
     "flash_attention": ("cudnn", "gpu", "reference", "tpu", "xla"),
     "gmm": ("gpu", "reference", "tpu", "xla"),
-    "quantized_matmul": ("float8", "reference", "xla"),
+    "quantized_matmul": ("float8", "reference", "straight_through", "xla"),
 }
 _PLATFORM = {"cudnn": "gpu", "gpu": "gpu", "tpu": "tpu"}  # The others run on every platform.
 _INTERPRETED = ("tpu", "gpu")  # Pallas kernels, which CPUs interpret, for tests.

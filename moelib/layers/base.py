@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -163,13 +162,6 @@ class BaseLayer(Module):
         """
         del child
         return None
-
-    def _check_positive(self, *fields: str) -> None:
-        """Raises UserError unless these config fields are above 0 and finite, or None."""
-        for field in fields:
-            value = getattr(self.config, field)
-            if value is not None and not 0 < value < math.inf:
-                raise UserError(f"{self._title()}: {field}={value}; set a number above 0.")
 
     # -- What a layer uses while it runs ---------------------------------------------------------
 

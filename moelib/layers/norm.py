@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moelib.core.config import REQUIRED, Required, config_class
-from moelib.core.module import Module
+from moelib.core.config_types import PositiveFloat
 from moelib.core.param import ParameterSpec
 from moelib.layers import initializers
 from moelib.layers.base import BaseLayer, bias_spec
@@ -17,11 +17,7 @@ class BaseNorm(BaseLayer):
     @config_class
     class Config(BaseLayer.Config):
         dim: Required[int] = REQUIRED  # D.
-        eps: float = 1e-6  # Added to the mean square before the square root.
-
-    def __init__(self, cfg: Config, *, parent: Module | None) -> None:
-        super().__init__(cfg, parent=parent)
-        self._check_positive("eps")
+        eps: PositiveFloat = 1e-6  # Added to the mean square before the square root.
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         ones = initializers.constant(1.0)
@@ -48,7 +44,7 @@ class LayerNorm(BaseNorm):
 
     @config_class
     class Config(BaseNorm.Config):
-        eps: float = 1e-5  # Added to the variance before the square root.
+        eps: PositiveFloat = 1e-5  # Added to the variance before the square root.
         bias: bool = True  # Whether a learned bias is added.
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:

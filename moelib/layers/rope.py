@@ -4,15 +4,20 @@ Shapes: R rotated entries of a head, Dh head dimension.
 """
 
 import math
+from typing import Annotated
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class
+from moelib.core.config_types import Limit, PositiveFloat, PositiveInt
 from moelib.core.errors import UserError
 from moelib.core.module import Module
 from moelib.layers.base import BaseLayer
+
+# Context length over the original one.
+_Factor = Annotated[float, Limit(">=", 1), Limit("<", math.inf)]
 
 
 class RotaryEmbedding(BaseLayer):
@@ -23,12 +28,8 @@ class RotaryEmbedding(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        theta: float = 10_000.0  # Base of the frequencies.
+        theta: PositiveFloat = 10_000.0  # Base of the frequencies.
         rotary_dim: int | None = None  # R, even; the whole head if None.
-
-    def __init__(self, cfg: Config, *, parent: Module | None) -> None:
-        super().__init__(cfg, parent=parent)
-        self._check_positive("theta")
 
     def forward(
         self, x: Float[Array, "B S H Dh"], positions: Int[Array, "B S"]
@@ -66,11 +67,7 @@ class LinearRotaryEmbedding(RotaryEmbedding):
 
     @config_class
     class Config(RotaryEmbedding.Config):
-        factor: Required[float] = REQUIRED  # Context length over the original one, at least 1.
-
-    def __init__(self, cfg: Config, *, parent: Module | None) -> None:
-        super().__init__(cfg, parent=parent)
-        _check_at_least_one(self, "factor")
+        factor: Required[_Factor] = REQUIRED  # Context length over the original one, at least 1.
 
     def frequencies(self, dim: int) -> Float[Array, "1 n"]:
         """Returns the rotation of each of the dim / 2 pairs, in radians per position."""
@@ -89,8 +86,8 @@ class Llama3RotaryEmbedding(RotaryEmbedding):
 
     @config_class
     class Config(RotaryEmbedding.Config):
-        factor: Required[float] = REQUIRED  # Context length over the original one, at least 1.
-        original_context: Required[int] = REQUIRED  # Original context length, in tokens.
+        factor: Required[_Factor] = REQUIRED  # Context length over the original one, at least 1.
+        original_context: Required[PositiveInt] = REQUIRED  # Original context length, in tokens.
         low_freq_factor: float = 1.0  # Turns below which pairs are slowed by `factor`.
         high_freq_factor: float = 4.0  # Turns above which pairs keep their frequency.
 
@@ -109,15 +106,8 @@ class Llama3RotaryEmbedding(RotaryEmbedding):
         return plain * kept + plain / cfg.factor * (1 - kept)
 
 
-def _check_at_least_one(layer: BaseLayer, *fields: str) -> None:
-    for field in fields:
-        if not 1 <= (value := getattr(layer.config, field)) < math.inf:
-            raise UserError(f"{layer._title()}: {field}={value}; set it to 1 or more.")
-
-
 def _check_extension(layer: BaseLayer, fast: str, slow: str) -> None:
-    """Raises UserError unless a longer context and the ends of its ramp are valid."""
-    _check_at_least_one(layer, "factor", "original_context")
+    """Raises UserError unless the ends of the ramp of a longer context are valid."""
     cfg = layer.config
     if not getattr(cfg, fast) > getattr(cfg, slow) > 0:
         raise UserError(
@@ -157,8 +147,8 @@ class YarnRotaryEmbedding(RotaryEmbedding):
 
     @config_class
     class Config(RotaryEmbedding.Config):
-        factor: Required[float] = REQUIRED  # s: context length over the original one, at least 1.
-        original_context: Required[int] = REQUIRED  # Original context length, in tokens.
+        factor: Required[_Factor] = REQUIRED  # s: context length over the original one, at least 1.
+        original_context: Required[PositiveInt] = REQUIRED  # Original context length, in tokens.
         beta_fast: float = 32.0  # Turns above which pairs keep their frequency.
         beta_slow: float = 1.0  # Turns below which pairs are slowed by `factor`.
         truncate: bool = True  # Whether the ramp starts and ends at whole pairs (GPT-OSS: False).

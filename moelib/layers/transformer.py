@@ -13,6 +13,7 @@ from moelib.core.config import (
     Required,
     config_class,
 )
+from moelib.core.config_types import PositiveInt
 from moelib.core.context import remat_in_context, scan_in_context
 from moelib.core.errors import UserError
 from moelib.core.module import in_context
@@ -84,7 +85,7 @@ class BaseStack(BaseLayer):
     @config_class
     class Config(BaseLayer.Config):
         input_dim: Required[int] = REQUIRED  # D.
-        num_layers: Required[int] = REQUIRED  # L, the first layers included.
+        num_layers: Required[PositiveInt] = REQUIRED  # L, the first layers included.
         first_layers: list[BaseLayer.Config] = []  # Layers before the repeated block.
         # Layers of the block, repeated until there are num_layers.
         block: list[BaseLayer.Config] = [TransformerLayer.default_config()]
@@ -95,7 +96,6 @@ class BaseStack(BaseLayer):
     def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
         super().__init__(cfg, parent=parent)
         cfg = self.config
-        self._check_positive("num_layers")
         if cfg.num_layers > _MAX_LAYERS:
             raise UserError(
                 f"{self._title()}: num_layers={cfg.num_layers}; set {_MAX_LAYERS} at most."

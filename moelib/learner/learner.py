@@ -32,7 +32,7 @@ from moelib.core.config import (
     config_for_function,
     maybe_instantiate,
 )
-from moelib.core.config_paths import sub_configs
+from moelib.core.config_text import sub_configs
 from moelib.core.errors import UserError
 from moelib.core.jaxpr import abstract_parameters
 from moelib.core.module import Module

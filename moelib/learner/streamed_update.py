@@ -1,22 +1,19 @@
 """Updates of a state in host memory, streamed to the device one group of parameters at a time.
 
-The update is traced, and split into groups of results that share no array of the state: for AdamW,
-each parameter with its two moments.
+The update is traced, and its results are grouped by the arrays of the state that they require: for
+AdamW, a group is a parameter with its two moments.
 """
 
-import functools
 import logging
-import operator
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
-from jax.extend import core
-from jax.interpreters.partial_eval import dce_jaxpr
+from jax.extend.core import Literal
 
 from moelib.core.errors import UserError
-from moelib.core.jaxpr import inlined
+from moelib.core.jaxpr import bind, evaluate, inlined
 from moelib.learner.offload import is_offloaded, to_device, to_host
 
 logger = logging.getLogger(__name__)
@@ -41,74 +38,87 @@ def streamed_update(
         UserError: If a result other than parameters and state requires an array of the state.
     """
     leaves, treedef = jax.tree.flatten((params, gradients, state))
+    num_params, num_state = len(jax.tree.leaves(params)), len(jax.tree.leaves(state))
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     closed, shapes = jax.make_jaxpr(update, return_shape=True)(*treedef.unflatten(structs))
     graph = _Graph(inlined(closed))  # A jitted function of all moments would be one group.
-    given = dict(zip(graph.inputs, leaves, strict=True))
-    # The input that each result replaces: its value before the update.
-    num_state = len(jax.tree.leaves(state))
+    arguments = dict(zip(graph.inputs, leaves, strict=True))
     of_state = graph.inputs[len(leaves) - num_state :]
-    before = [*graph.inputs[: len(jax.tree.leaves(params))], *of_state]
-    offloaded = [var for var in of_state if is_offloaded(given[var])]
+    offloaded = [var for var in of_state if is_offloaded(arguments[var])]
+    # The input that each result replaces; metrics, the last results, replace none.
+    replaced = dict(enumerate([*graph.inputs[:num_params], *of_state]))
+    place = lambda i, x: to_host(x) if replaced.get(i) in offloaded else x
 
-    needs = graph.needs(offloaded)
-    values = graph.constants | {var: x for var, x in given.items() if var not in offloaded}
+    required = graph.required(offloaded)
+    known = graph.constants | {var: x for var, x in arguments.items() if var not in offloaded}
     # Scalars shared by all parameters are computed once: norms, rates, counts.
-    scalars = [var for var, bits in needs.items() if not bits and not var.aval.shape]
-    values |= zip(scalars, graph.evaluate(scalars, values), strict=True)
+    shared = [var for var, arrays in required.items() if not arrays and not var.aval.shape]
+    known |= zip(shared, graph.evaluate(shared, known), strict=True)
 
-    def group_update(bits: int, members: list[int]) -> Callable[[dict[int, Any]], dict[int, Any]]:
-        def run(carry: dict[int, Any]) -> dict[int, Any]:
-            own = {before[i]: carry[i] for i in members}
-            copied = [var for i, var in enumerate(offloaded) if bits >> i & 1]
-            known = values | own | {var: to_device(own.get(var, given[var])) for var in copied}
-            found = graph.evaluate([graph.outs[i] for i in members], known)
-            return carry | {i: back(i, x) for i, x in zip(members, found, strict=True)}
-
-        return run
-
-    def back(i: int, x: Any) -> Any:
-        return to_host(x) if i < len(before) and before[i] in offloaded else x
-
-    needed = [0 if isinstance(out, core.Literal) else needs.get(out, 0) for out in graph.outs]
-    if any(needed[len(before) :]):
+    none = frozenset[Any]()
+    of_results = [
+        none if isinstance(out, Literal) else required.get(out, none) for out in graph.outs
+    ]
+    if any(of_results[len(replaced) :]):
         raise UserError(
             "offload_state is True, but a metric of the optimizer is computed from moments, which "
             "are in host memory; set it to False."
         )
-    independent = [i for i, bits in enumerate(needed) if not bits]
-    found = graph.evaluate([graph.outs[i] for i in independent], values)
-    results = {i: back(i, x) for i, x in zip(independent, found, strict=True)}
-    if groups := _groups(needed):
-        num_params = len(jax.tree.leaves(params))
-        together = max(sum(i < num_params for i in members) for _, members in groups)
-        if together > 1:
-            logger.warning(
-                "offload_state is True, but the update of each of %d parameters depends on the "
-                "state of the others, which is on the device at once; use learner.skip in place of "
-                "a conditional around the optimizer, or set offload_state to False.",
-                together,
-            )
-        branches = [group_update(bits, members) for bits, members in groups]
-        start = {i: given[before[i]] for i, bits in enumerate(needed) if bits}
+    on_device = [i for i, arrays in enumerate(of_results) if not arrays]
+    values = graph.evaluate([graph.outs[i] for i in on_device], known)
+    results = {i: place(i, x) for i, x in zip(on_device, values, strict=True)}
+    groups = _groups(of_results)
+    if groups:
+        _warn_of_large_group(groups, num_params)
+        # Replaced values are read from the carry, which the loop updates in place.
+        start = {i: arguments[replaced[i]] for group in groups for i in group.results}
+
+        def group_update(group: _Group) -> Callable[[dict[int, Any]], dict[int, Any]]:
+            def run(carry: dict[int, Any]) -> dict[int, Any]:
+                current = arguments | {replaced[i]: carry[i] for i in group.results}
+                copied = [var for var in offloaded if var in group.arrays]
+                copies = {var: to_device(current[var]) for var in copied}
+                inputs = known | {replaced[i]: carry[i] for i in group.results} | copies
+                values = graph.evaluate([graph.outs[i] for i in group.results], inputs)
+                pairs = zip(group.results, values, strict=True)
+                return carry | {i: place(i, x) for i, x in pairs}
+
+            return run
+
+        branches = [group_update(group) for group in groups]
         results |= lax.fori_loop(0, len(branches), lambda i, x: lax.switch(i, branches, x), start)
     return jax.tree.unflatten(jax.tree.structure(shapes), [results[i] for i in range(len(results))])
 
 
-def _groups(needed: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Returns (required arrays, indices) of the results that share required arrays, transitively.
+class _Group(NamedTuple):
+    """Results that are computed together, as they require the same arrays."""
 
-    Required arrays are bit sets; `needed` holds that of each result.
-    """
-    groups: list[tuple[int, list[int]]] = []
-    for i, bits in enumerate(needed):
-        if bits:
-            shared = [group for group in groups if group[0] & bits]
-            groups = [group for group in groups if not group[0] & bits]
-            members = [member for _, members in shared for member in members]
-            joined = functools.reduce(operator.or_, (bits for bits, _ in shared), bits)
-            groups.append((joined, [*members, i]))
+    arrays: frozenset[Any]  # Inputs in host memory that one of the results requires.
+    results: list[int]  # Indices of the results.
+
+
+def _groups(required: Sequence[frozenset[Any]]) -> list[_Group]:
+    """Returns the results that share required arrays, transitively; those without are in none."""
+    groups: list[_Group] = []
+    for i, arrays in enumerate(required):
+        if arrays:
+            shared = [group for group in groups if group.arrays & arrays]
+            groups = [group for group in groups if not group.arrays & arrays]
+            members = [member for group in shared for member in group.results]
+            together = arrays.union(*(group.arrays for group in shared))
+            groups.append(_Group(together, [*members, i]))
     return groups
+
+
+def _warn_of_large_group(groups: Sequence[_Group], num_params: int) -> None:
+    largest = max(sum(i < num_params for i in group.results) for group in groups)
+    if largest > 1:
+        logger.warning(
+            "offload_state is True, but the update of each of %d parameters depends on the state "
+            "of the others, which is on the device at once; use learner.skip in place of a "
+            "conditional around the optimizer, or set offload_state to False.",
+            largest,
+        )
 
 
 class _Graph:
@@ -120,20 +130,27 @@ class _Graph:
         self.outs: list[Any] = list(self._jaxpr.outvars)
         self.constants = dict(zip(self._jaxpr.constvars, closed.consts, strict=True))
 
-    def needs(self, some: Sequence[Any]) -> dict[Any, int]:
-        """Returns for each computed variable the bit set of those of `some` that it depends on."""
-        needs = {var: 1 << i for i, var in enumerate(some)}
+    def required(self, inputs: Sequence[Any]) -> dict[Any, frozenset[Any]]:
+        """Returns for each computed variable those of `inputs` that it depends on."""
+        required = {var: frozenset([var]) for var in inputs}
         for eqn in self._jaxpr.eqns:
-            bits = (needs.get(var, 0) for var in eqn.invars if not isinstance(var, core.Literal))
-            needs |= dict.fromkeys(eqn.outvars, functools.reduce(operator.or_, bits, 0))
-        return needs
+            operands = [required[v] for v in _variables(eqn) if v in required]
+            required |= dict.fromkeys(eqn.outvars, frozenset().union(*operands))
+        return required
 
-    def evaluate(self, wanted: Sequence[Any], values: dict[Any, Any]) -> list[Any]:
-        """Returns the values of variables, computed from known values."""
-        eqns = [eqn for eqn in self._jaxpr.eqns if any(var not in values for var in eqn.outvars)]
+    def evaluate(self, wanted: Sequence[Any], known: Mapping[Any, Any]) -> list[Any]:
+        """Returns the values of variables, by the equations that lead to them from known ones."""
+        needed = {v for v in wanted if not isinstance(v, Literal) and v not in known}
+        eqns: list[Any] = []
+        for eqn in reversed(self._jaxpr.eqns):
+            if not needed.isdisjoint(eqn.outvars):
+                eqns.append(eqn)
+                needed.update(v for v in _variables(eqn) if v not in known)
         part = self._jaxpr.replace(
-            constvars=(), invars=list(values), outvars=list(wanted), eqns=eqns
+            constvars=(), invars=list(known), outvars=list(wanted), eqns=eqns[::-1]
         )
-        part, used = dce_jaxpr(part, [True] * len(wanted))
-        known = [value for value, is_used in zip(values.values(), used, strict=True) if is_used]
-        return core.jaxpr_as_fun(core.ClosedJaxpr(part, ()))(*known)
+        return evaluate(part, list(known.values()), bind)
+
+
+def _variables(eqn: Any) -> list[Any]:
+    return [v for v in eqn.invars if not isinstance(v, Literal)]

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class
+from moelib.core.config_types import PositiveInt
 from moelib.core.errors import UserError
 from moelib.core.metrics import Metric, WeightedScalar, weighted
 from moelib.core.module import Module, in_context
@@ -43,7 +44,7 @@ class CausalLM(StackedModel):
         z_loss: float = 0.0  # Weight of the squared logsumexp of the logits in the objective.
         # Tokens whose logits a device holds at once in training; more take memory, fewer time. None
         # for 1,024 or more; see `moelib.kernels.cross_entropy`.
-        loss_chunk_size: int | None = None
+        loss_chunk_size: PositiveInt | None = None
         # Losses of further tokens, in training and as metrics of evaluations; None for none. The
         # model's own loss, its logits and generation do not use them.
         multi_token_prediction: MultiTokenPrediction.Config | None = None
@@ -55,10 +56,6 @@ class CausalLM(StackedModel):
             raise UserError(
                 f"{self._title()}: {type(self).__qualname__} overrides hidden, which the loss does "
                 "not call; override before and after."
-            )
-        if cfg.loss_chunk_size is not None and cfg.loss_chunk_size < 1:
-            raise UserError(
-                f"{self._title()}: loss_chunk_size is {cfg.loss_chunk_size}; set it to 1 or more."
             )
         self._add_child(
             "embedding", cfg.embedding.clone(num_embeddings=cfg.vocab_size, dim=cfg.dim)

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from moelib.core.config import InstantiableConfig, config_origin
-from moelib.core.config_paths import set_at, sub_configs
+from moelib.core.config_text import set_at, sub_configs
 from moelib.core.errors import UserError
 from moelib.layers.activation import Activation
 from moelib.layers.feed_forward import FeedForward

@@ -4,7 +4,6 @@ Source: DeepSeek-V3, arXiv:2412.19437, section 2.2. Module k predicts the token 
 embedding table and the output head are those of the model.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moelib.core.config import REQUIRED, InstantiableConfig, Required, config_class
-from moelib.core.errors import UserError
+from moelib.core.config_types import NonNegativeFloat, PositiveInt
 from moelib.core.metrics import weighted
 from moelib.core.module import Module
 from moelib.core.tree import Batch
@@ -79,16 +78,14 @@ class MultiTokenPrediction(BaseLayer):
     @config_class
     class Config(BaseLayer.Config):
         dim: Required[int] = REQUIRED  # D.
-        num_depths: int = 1  # Number of further tokens that are predicted at each position.
-        loss_weight: float = 0.3  # Weight of the mean of the depths' losses in the objective.
+        num_depths: PositiveInt = 1  # Number of further tokens that are predicted at each position.
+        # Weight of the mean of the depths' losses in the objective.
+        loss_weight: NonNegativeFloat = 0.3
         module: MultiTokenModule.Config = MultiTokenModule.default_config()  # Each depth has one.
 
     def __init__(self, cfg: Config, *, parent: Module | None) -> None:
         super().__init__(cfg, parent=parent)
         cfg = self.config
-        self._check_positive("num_depths")
-        if not 0 <= cfg.loss_weight < math.inf:
-            raise UserError(f"{self._title()}: loss_weight={cfg.loss_weight}: set 0 or more.")
         for depth in range(1, cfg.num_depths + 1):
             self._add_child(f"depth{depth}", cfg.module.clone(dim=cfg.dim))
 

@@ -4,11 +4,12 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from moelib.core.config_paths import text_lines
+from moelib.core.config_text import text_lines
 from moelib.core.errors import UserError
 from moelib.operations.curves import RunMetrics
 from moelib.runs.folder import RunFolder
 from moelib.runs.metrics_file import MetricsReader, read_metrics
+from moelib.runtime.figures import save_figure
 from moelib.runtime.files import read_text
 from moelib.runtime.table import Table
 
@@ -119,7 +120,6 @@ def plot_runs(image: str, runs: Sequence[str], names: Sequence[str]) -> None:
     Raises:
         UserError: If no run has a metric.
     """
-    import matplotlib as mpl
     from matplotlib.figure import Figure
 
     curves = {run: RunMetrics(MetricsReader(run, names)) for run in runs}
@@ -144,6 +144,4 @@ def plot_runs(image: str, runs: Sequence[str], names: Sequence[str]) -> None:
         axes.set(xlabel="step", ylabel=title)
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
-    with mpl.rc_context({"svg.hashsalt": "moelib"}):
-        metadata = {"Date": None} if image.endswith(".svg") else None
-        figure.savefig(image, dpi=120, metadata=metadata)
+    save_figure(figure, image)

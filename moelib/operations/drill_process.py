@@ -14,7 +14,7 @@ import sys
 import time
 from typing import Any
 
-from moelib.core.config_parse import parse
+from moelib.core.config_text import parse
 from moelib.operations import faults
 from moelib.operations.faults import Fault
 from moelib.runs.folder import RunFolder

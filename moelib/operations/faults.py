@@ -17,8 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
+from moelib.checkpoint.contents import list_checkpoints
 from moelib.core import tree
 
 # Moments: before the processes connect, while a checkpoint is restored, before the batch of a step
@@ -26,7 +26,6 @@ from moelib.core import tree
 START, RESTORE, BATCH, STEP, SAVE = "start", "restore", "batch", "step", "save"
 _RESTORE_SECONDS = 0.05  # From the beginning of a restore to the fault.
 SLOW_SECONDS = 5.0
-_EXPONENT_BIT, _MANTISSA_BIT = 1 << 30, 1 << 22  # Of a float32.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,24 +80,15 @@ def fail_once(_: Any) -> None:
 
 
 def not_a_number(trainer: Any) -> None:
-    """Makes every parameter NaN."""
-    _change_parameters(trainer, lambda x: x * jnp.nan)
-
-
-def exponent_bit(trainer: Any) -> None:
-    """Flips the highest bit of the exponent of a parameter."""
-    _change_parameters(trainer, lambda x: _flipped(x, _EXPONENT_BIT))
-
-
-def mantissa_bit(trainer: Any) -> None:
-    """Flips the highest bit of the mantissa of a parameter."""
-    _change_parameters(trainer, lambda x: _flipped(x, _MANTISSA_BIT))
+    """Makes the first parameter of at least two dimensions NaN."""
+    params = tree.by_path(trainer.trainer_state.model).items()
+    path = next(path for path, x in params if x.ndim > 1)
+    _change(trainer, path, jax.jit(lambda x: x * jnp.nan))
 
 
 def replica_bit(trainer: Any) -> None:
     """Flips the lowest bit of the first replicated parameter, in the replica of one device."""
-    state = trainer.trainer_state
-    params = tree.by_path(state.model).items()
+    params = tree.by_path(trainer.trainer_state.model).items()
     path = next(path for path, x in params if len({str(s.index) for s in x.global_shards}) == 1)
 
     def flip(x: jax.Array) -> jax.Array:
@@ -108,22 +98,14 @@ def replica_bit(trainer: Any) -> None:
         changed = jax.device_put(changed, first.sharding)
         return jax.make_array_from_single_device_arrays(x.shape, x.sharding, [changed, *others])
 
-    model = tree.map_by_path(lambda p, x: flip(x) if p == path else x, state.model)
-    trainer._state = state._replace(model=model)
+    _change(trainer, path, flip)
 
 
-def _change_parameters(trainer: Any, change: Callable[[jax.Array], jax.Array]) -> None:
-    """Changes the first parameter of at least two dimensions."""
+def _change(trainer: Any, path: str, change: Callable[[jax.Array], jax.Array]) -> None:
+    """Changes the parameter at a path."""
     state = trainer.trainer_state
-    path = next(path for path, x in tree.by_path(state.model).items() if x.ndim > 1)
-    new = tree.map_by_path(lambda p, x: jax.jit(change)(x) if p == path else x, state.model)
-    trainer._state = state._replace(model=new)
-
-
-def _flipped(x: jax.Array, bit: int) -> jax.Array:
-    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    first = jnp.zeros(x.shape, jnp.uint32).at[(0,) * x.ndim].set(bit)
-    return lax.bitcast_convert_type(bits ^ first, jnp.float32).astype(x.dtype)
+    model = tree.map_by_path(lambda p, x: change(x) if p == path else x, state.model)
+    trainer._state = state._replace(model=model)
 
 
 def flip_bit_of_file(checkpoints: pathlib.Path) -> None:
@@ -143,7 +125,7 @@ def cut_file(checkpoints: pathlib.Path) -> None:
 
 
 def _largest_file(checkpoints: pathlib.Path) -> pathlib.Path:
-    newest = max(x for x in checkpoints.iterdir() if x.name.removeprefix("step_").isdecimal())
+    newest = pathlib.Path([*list_checkpoints(str(checkpoints)).values()][-1])
     return max((x for x in newest.rglob("*") if x.is_file()), key=lambda x: x.stat().st_size)
 
 

@@ -13,7 +13,7 @@ from moelib.operations.curves import RunMetrics
 from moelib.runs.folder import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, RunFolder
 from moelib.runs.metrics_file import MetricsReader
 from moelib.runtime import storage
-from moelib.runtime.directory_lock import is_locked
+from moelib.runtime.lock import is_locked
 from moelib.runtime.table import Table
 
 logger = logging.getLogger(__name__)

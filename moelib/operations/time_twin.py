@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moelib.core.errors import UserError
-from moelib.data.synthetic import SyntheticInput
+from moelib.data.batches.synthetic import SyntheticInput
 from moelib.models.dense_twin import DenseTwin, dense_twin
 from moelib.runs.metrics_file import read_metrics
 from moelib.tasks.fit import fit

@@ -8,11 +8,9 @@ from typing import Any
 import jax
 
 from moelib.checkpoint.checkpointer import Checkpointer
-from moelib.checkpoint.contents import list_checkpoints, newest_record
-from moelib.checkpoint.object_store import move_checkpoint
+from moelib.checkpoint.contents import list_checkpoints, move_checkpoint, newest_record
 from moelib.checkpoint.restore import find_checkpoints, on_all_processes
-from moelib.data.prefetch import HostRows
-from moelib.data.skip_batches import SKIPPED, check_ranges, merged, parse_range
+from moelib.data.batches.skip_batches import SKIPPED, check_ranges, merged, parse_range
 from moelib.runs.folder import RunFolder
 from moelib.runs.identity import check_directory
 from moelib.runs.input_state import input_state_of
@@ -54,7 +52,7 @@ def rewind(
     cfg: Any,
     folder: RunFolder,
     checkpointer: Checkpointer,
-    rows: HostRows,
+    rows: range,
     mesh_shape: Mapping[str, int],
 ) -> int | None:
     """Moves the checkpoints after `cfg.rewind_to` aside, the first time that it has this value.

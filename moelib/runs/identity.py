@@ -12,11 +12,10 @@ import jax
 from moelib.checkpoint.contents import CheckpointRecord
 from moelib.core import tree
 from moelib.core.config import REQUIRED
-from moelib.core.config_parse import parse
-from moelib.core.config_paths import Line, lines, sub_configs, text_lines
+from moelib.core.config_text import Line, lines, parse, sub_configs, text_lines
 from moelib.core.errors import UserError
 from moelib.core.trusted_code import UntrustedNameError
-from moelib.data.input import Input
+from moelib.data.batches.input import Input
 from moelib.parallel.mesh import describe_mesh
 from moelib.runs.folder import EVENTS_FILE, RunFolder
 from moelib.runtime import storage

@@ -14,14 +14,15 @@ from jax.sharding import Mesh
 from moelib.checkpoint.contents import CheckpointRecord
 from moelib.checkpoint.restore import restore_params_only
 from moelib.checkpoint.safetensors import check_sum
-from moelib.core import config_parse, trusted_code
+from moelib.core import config_text, trusted_code
 from moelib.core.errors import UserError
 from moelib.core.param import ParameterSpec, is_spec
 from moelib.core.precision import is_cast
 from moelib.core.tree import Nested
-from moelib.data.input import load_tokenizer
-from moelib.data.tokenizer import FILE_NAME, SETTINGS_FILE, Tokenizer, read_tokenizer
+from moelib.data.batches.input import load_tokenizer
+from moelib.data.tokens.tokenizer import FILE_NAME, SETTINGS_FILE, Tokenizer
 from moelib.huggingface import pretrained
+from moelib.huggingface.published_tokenizer import read_tokenizer
 from moelib.huggingface.settings import check_setting
 from moelib.kernels.backend import kernel_backends
 from moelib.models.causal_lm import CausalLM
@@ -283,7 +284,7 @@ def _read_config(
     record = run.record(step)
     try:
         text, source = identity.saved_config(run, record, use_file=skip_checksums)
-        cfg = config_parse.parse(text, source=source) if text else None
+        cfg = config_text.parse(text, source=source) if text else None
     except trusted_code.UntrustedNameError as error:
         # The run's folders are data, too: a hint, from which nothing is imported.
         hint = ", ".join(run.module_dirs())

@@ -9,9 +9,10 @@ import os
 from typing import Any
 
 from moelib.core.errors import UserError
-from moelib.data.input import load_tokenizer
-from moelib.data.tokenizer import FILE_NAME, NoTokenizerError, Tokenizer, read_tokenizer
+from moelib.data.batches.input import load_tokenizer
+from moelib.data.tokens.tokenizer import FILE_NAME, NoTokenizerError, Tokenizer
 from moelib.huggingface.pretrained import CONFIG_FILE, GENERATION_FILE
+from moelib.huggingface.published_tokenizer import read_tokenizer
 from moelib.runs.loading import stop_ids_of_model
 from moelib.runtime import storage
 from moelib.runtime.files import atomic_file, read_json, write_json

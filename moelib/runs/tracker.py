@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from moelib.core.config import REQUIRED, Configurable, Required, config_class
-from moelib.core.config_paths import text_lines
+from moelib.core.config_text import text_lines
 from moelib.core.config_types import cut
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars

@@ -182,6 +182,8 @@ def run_command[T](
     """
     if logging.lastResort is not None:  # Warnings show their origin before any handler is set.
         logging.lastResort.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
+    # Orbax's log: pages of traces of its threads for an error that it also raises.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         if HELP & set(arguments):
             print(command_help(cls, text))

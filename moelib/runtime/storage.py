@@ -10,6 +10,7 @@ import contextlib
 import errno
 import io
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -146,7 +147,14 @@ def remove(path: str) -> None:
 
 
 def remove_tree(folder: str) -> None:
-    """Removes all objects below a URL. Raises OSError."""
+    """Removes a folder, or a file or a link in its place, if it exists. Raises OSError."""
+    if not is_remote(folder):
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.isdir(folder) and not os.path.islink(folder):
+                shutil.rmtree(folder)
+            else:
+                os.unlink(folder)
+        return
     with contextlib.suppress(FileNotFoundError), _system_errors(folder):
         filesystem(folder).rm(folder, recursive=True)
 

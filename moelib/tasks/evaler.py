@@ -13,7 +13,7 @@ from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.core.module import functional
 from moelib.core.precision import cast_parameters
-from moelib.data.prefetch import Prefetcher, put_batch
+from moelib.data.batches.prefetch import Prefetcher, put_batch
 from moelib.parallel.sharding import sharding_rules
 from moelib.tasks.input import TaskInput
 from moelib.tasks.task import check_names
@@ -115,7 +115,7 @@ class ExampleEvaler(SpmdEvaler):
         key = jax.random.key(self.config.prng_seed)
         results: list[Any] = []
         put = lambda batch: put_batch(batch, sharding, rows)
-        with Prefetcher(self._input.iterator(*share), put) as feed:
+        with Prefetcher(self._input.iterator(share), put) as feed:
             for count, batch in enumerate(feed):
                 outputs = self._run(params, batch, jax.random.fold_in(key, count), mesh)
                 left = len(self._source.examples) - len(results)

@@ -18,9 +18,9 @@ from moelib.core import tree
 from moelib.core.config import REQUIRED, Required, config_class, maybe_instantiate
 from moelib.core.errors import UserError
 from moelib.core.tree import Batch
+from moelib.data.batches.input import BatchIterator, Input, State, check_rows, check_state
+from moelib.data.batches.lm_input import InputMode
 from moelib.data.hashing import random_permutation
-from moelib.data.input import BatchIterator, Input, State, check_state, rows_of_host
-from moelib.data.lm_input import InputMode
 
 logger = logging.getLogger(__name__)
 
@@ -98,10 +98,9 @@ class TaskInput(Input):
             self._order = random_permutation(self.num_examples, cfg.seed, epoch)
         self._epoch = epoch
 
-    def iterator(self, host_index: int = 0, num_hosts: int = 1) -> "TaskBatches":
-        """Returns the batches of one of several hosts, which collates its own examples only."""
-        rows = rows_of_host(self.config.global_batch_size, host_index, num_hosts)
-        return TaskBatches(self, rows)
+    def iterator(self, rows: range | None = None) -> "TaskBatches":
+        """Returns the batches of a host, which collates its own examples only."""
+        return TaskBatches(self, check_rows(rows, self.config.global_batch_size))
 
     @property
     def identity(self) -> State:

@@ -25,7 +25,7 @@ from moelib.core.config import (
 )
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
-from moelib.data.lm_input import InputMode
+from moelib.data.batches.lm_input import InputMode
 from moelib.parallel import sharding
 from moelib.parallel.mesh import MESH_AXIS_NAMES, create_device_mesh, parse_mesh
 from moelib.parallel.sharding import abstract_arrays

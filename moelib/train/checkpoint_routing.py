@@ -9,10 +9,9 @@ import jax
 
 from moelib.checkpoint.contents import DamagedCheckpointError
 from moelib.checkpoint.policy import every_n_steps_policy
-from moelib.checkpoint.restore import first_line
 from moelib.core.config import config_for_function
-from moelib.core.config_parse import parse
-from moelib.core.errors import MissingFileError, UserError
+from moelib.core.config_text import parse
+from moelib.core.errors import MissingFileError, UserError, first_line
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.runs.folder import RunFolder
 from moelib.runs.identity import config_hash, saved_config

@@ -7,8 +7,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moelib.checkpoint.checkpointer import Checkpointer, CheckpointSaveError
-from moelib.checkpoint.contents import CheckpointRecord
-from moelib.checkpoint.restore import first_line, restore_arrays
+from moelib.checkpoint.contents import RunRecord
+from moelib.checkpoint.restore import restore_arrays
 from moelib.checkpoint.safetensors import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -16,7 +16,7 @@ from moelib.checkpoint.safetensors import (
     file_sums,
     write_tensors,
 )
-from moelib.core.errors import UserError
+from moelib.core.errors import UserError, first_line
 from moelib.huggingface.pretrained import (
     FILES,
     copy_files,
@@ -75,7 +75,7 @@ def from_hugging_face(
     copy_files(folder, to)
     text = SpmdTrainer.default_config().set(model=loaded.cfg).debug_string()
     files = file_sums(to, FILES)
-    record = CheckpointRecord(step=0, arrays={}, config=text, files=files)
+    record = RunRecord(step=0, config=text, files=files)
     writer.save({"model": loaded.params}, record)
     writer.close()
     if writer.last_error is not None:

@@ -20,8 +20,8 @@ from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.core.module import Module
 from moelib.core.tree import Batch
-from moelib.data.input import Input, State
-from moelib.data.prefetch import HostRows, Prefetcher, host_rows, put_batch, row_sharding
+from moelib.data.batches.input import Input, State
+from moelib.data.batches.prefetch import Prefetcher, host_rows, put_batch, row_sharding
 from moelib.models.model import Model
 from moelib.runs.identity import check_inputs
 from moelib.runtime.processes import agreed
@@ -80,7 +80,7 @@ class SpmdEvaler(Module):
         """Identity of the input; None if it is not open."""
         return self._input.identity if "_input" in self.__dict__ else None
 
-    def _share(self, mesh: jax.sharding.Mesh) -> tuple[jax.sharding.NamedSharding, HostRows]:
+    def _share(self, mesh: jax.sharding.Mesh) -> tuple[jax.sharding.NamedSharding, range]:
         """Returns the sharding of a batch, and this process's share of its sequences."""
         cfg = self.config.input
         sharding = batch_sharding(cfg.global_batch_size, cfg.seq_len, mesh)
@@ -108,13 +108,13 @@ class SpmdEvaler(Module):
         totals: dict[str, float] = collections.defaultdict(float)
         rows = self.config.input.global_batch_size
         sharding, share = self._share(mesh)
-        batches = self._input.iterator(*share)
+        batches = self._input.iterator(share)
         names = self._input.source_names if self._model.has_source_metrics else ()
 
         def put(batch: Batch) -> Any:
             placed = put_batch(batch, sharding, rows)
             if names:
-                ids = self._input.source_ids(batches.state()["step"] - 1, *share)
+                ids = self._input.source_ids(batches.state()["step"] - 1, share)
                 sources = {"sources": np.eye(len(names), dtype=np.int32)[ids]}
                 placed |= put_batch(sources, row_sharding(sharding, 1), rows)
             return placed

@@ -17,7 +17,7 @@ from moelib.checkpoint.restore import (
 )
 from moelib.core import tree
 from moelib.core.config import REQUIRED, Configurable, Required, config_class, did_you_mean
-from moelib.core.config_paths import text_lines
+from moelib.core.config_text import text_lines
 from moelib.core.errors import UserError
 from moelib.core.tree import Nested
 from moelib.huggingface import pretrained

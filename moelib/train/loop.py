@@ -17,13 +17,13 @@ from typing import Any, Protocol
 import jax
 
 from moelib.checkpoint.checkpointer import Checkpointer, CheckpointSaveError
-from moelib.checkpoint.restore import Restored, first_line
+from moelib.checkpoint.restore import Restored
 from moelib.core.config import did_you_mean
-from moelib.core.errors import UserError
+from moelib.core.errors import UserError, first_line
 from moelib.core.metrics import Scalars
-from moelib.data.input import BatchIterator, Input, changes
-from moelib.data.prefetch import Prefetcher, host_rows, put_batch
-from moelib.data.skip_batches import SKIPPED, SkippingBatches
+from moelib.data.batches.input import BatchIterator, Input, changes
+from moelib.data.batches.prefetch import Prefetcher, host_rows, put_batch
+from moelib.data.batches.skip_batches import SKIPPED, SkippingBatches
 from moelib.runs.folder import RunFolder
 from moelib.runs.identity import check_inputs
 from moelib.runs.summary_writer import SummaryWriter
@@ -277,7 +277,7 @@ class TrainLoop:
         def read() -> tuple[Input, BatchIterator]:
             opened = trainer.input
             check_inputs("input", opened)
-            batches = opened.iterator(*host_rows(sharding, batch_size))
+            batches = opened.iterator(host_rows(sharding, batch_size))
             self._can_skip = batches.can_seek
             if ranges:
                 batches = SkippingBatches(batches, ranges)

@@ -6,8 +6,7 @@ import sys
 from typing import Any, cast
 
 from moelib.core import config_types, tree, trusted_code
-from moelib.core.config_parse import parse
-from moelib.core.config_paths import Line, is_plain, lines
+from moelib.core.config_text import Line, is_plain, lines, parse
 from moelib.core.errors import UserError
 from moelib.runs.folder import CONFIG_FILE
 from moelib.runs.identity import named

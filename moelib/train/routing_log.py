@@ -19,14 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from moelib.checkpoint.policy import evenly_spaced_policy
-from moelib.checkpoint.restore import first_line
 from moelib.core import precision
 from moelib.core.config import InstantiableConfig, config_class, config_for_function, did_you_mean
-from moelib.core.errors import MissingFileError, UserError
+from moelib.core.config_types import PositiveInt
+from moelib.core.errors import MissingFileError, UserError, first_line
 from moelib.core.module import functional
 from moelib.core.tree import Nested
-from moelib.data.input import Input
-from moelib.data.prefetch import Prefetcher, host_rows, put_batch, row_sharding
+from moelib.data.batches.input import Input
+from moelib.data.batches.prefetch import Prefetcher, host_rows, put_batch, row_sharding
 from moelib.layers.base import BaseLayer
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.recording import RECORDING, RecordedRouting
@@ -69,7 +69,7 @@ class RoutingEvaler(Watcher):
     class Config(Watcher.Config):
         # Name in `evalers` of the evaler whose input is read; logs are in routing/<name>/.
         evaler: str = "validation"
-        max_batches: int | None = 1  # Number of batches, from the first; None for all.
+        max_batches: PositiveInt | None = 1  # Number of batches, from the first; None for all.
         # Builds a moelib.checkpoint.policy.Policy, whose max_step is by default the trainer's.
         eval_policy: InstantiableConfig = config_for_function(evenly_spaced_policy).set(num=10)
 
@@ -77,12 +77,6 @@ class RoutingEvaler(Watcher):
             """Sets the last step of the policy."""
             if dict(self.eval_policy.items()).get("max_step", 0) is None:
                 self.eval_policy.set(max_step=trainer.max_step)
-
-    def __init__(self, cfg: Config) -> None:
-        """Raises UserError if a number is out of its range."""
-        super().__init__(cfg)
-        if (number := self.config.max_batches) is not None and number < 1:
-            raise UserError(f"routing_log.max_batches={number}; set 1 or more, or None.")
 
     def prepare(self, trainer: Any) -> None:
         """See `use`."""
@@ -232,7 +226,7 @@ class RoutingEvaler(Watcher):
         """Yields this process's sequences of each batch, read while the next batch runs."""
         cfg, before, number = self._input_config, None, 0
         split = batch_sharding(cfg.global_batch_size, cfg.seq_len, mesh)
-        batches = self._input.iterator(*host_rows(split, cfg.global_batch_size))
+        batches = self._input.iterator(host_rows(split, cfg.global_batch_size))
         put = lambda batch: put_batch(batch, split, cfg.global_batch_size)
         with Prefetcher(batches, put, num_batches=0 if self.config.max_batches == 1 else 2) as feed:
             for number, batch in enumerate(itertools.islice(feed, self.config.max_batches)):

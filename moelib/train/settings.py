@@ -5,16 +5,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moelib.checkpoint.object_store import check_url
+from moelib.checkpoint.writers import check_url
 from moelib.core.config import (
     REQUIRED,
     RequiredFieldMissingError,
     did_you_mean,
 )
-from moelib.core.config_paths import join_path, sub_configs
+from moelib.core.config_text import join_path, sub_configs
 from moelib.core.errors import UserError
 from moelib.core.precision import check_float
-from moelib.data.skip_batches import parse_range
+from moelib.data.batches.skip_batches import parse_range
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.parallel.sharding import PIPELINE_RULES, SplitError, mesh_axes
 from moelib.runs.folder import RunFolder
@@ -44,9 +44,6 @@ def check_config(cfg: Any) -> None:
             raise RequiredFieldMissingError("SpmdTrainer.Config", ["input"], join_path(path[:-1]))
         if missing := [name for name, value in holder.input.items() if value is REQUIRED]:
             raise RequiredFieldMissingError("the input", missing, join_path(path))
-    for name in ("max_step", "log_every_n_steps", "num_microbatches"):
-        if getattr(cfg, name) < 1:
-            raise UserError(f"{name} is {getattr(cfg, name)}; set it to 1 or more.")
     gradient_noise.check(cfg.log_gradient_noise, cfg.num_microbatches, in_pipeline=False)
     if cfg.train_dtype is not None:
         check_float("train_dtype", cfg.train_dtype)
@@ -77,8 +74,6 @@ def _check_acceptable(names: Sequence[str]) -> None:
 
 def _check_course(cfg: Any) -> None:
     """Raises UserError if checkpoints are missing that a setting needs, or a range is no range."""
-    if cfg.input_retries < 0:
-        raise UserError(f"input_retries is {cfg.input_retries}; set 0 or more.")
     for text in cfg.skip_batches or ():
         parse_range(text)
     if cfg.checkpointer is None and cfg.rewind_to is not None:

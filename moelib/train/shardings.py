@@ -69,7 +69,7 @@ def shard_external_layers(
                 loss, specs, example_batch(), num_shards=num_shards, overrides=overrides
             )
         except UserError as error:
-            raise UserError(str(error).replace("overrides:", f"{model.name}: axes:")) from error
+            raise type(error)(str(error).replace("overrides:", f"{model.name}: axes:")) from error
         used = tree.by_path(found.use_specs, lambda x: isinstance(x, PartitionSpec))
         report = found.report
         logger.info("Shardings of %s:\n%s", model.name, report)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from moelib.checkpoint.checkpointer import Checkpointer
-from moelib.checkpoint.contents import CheckpointRecord, newest_record
+from moelib.checkpoint.contents import CheckpointRecord, RunRecord, newest_record
 from moelib.checkpoint.restore import Restored
 from moelib.checkpoint.safetensors import file_sums
 from moelib.core import tree
@@ -24,11 +24,12 @@ from moelib.core.config import (
     config_class,
     maybe_instantiate,
 )
+from moelib.core.config_types import NonNegativeInt, PositiveInt
 from moelib.core.errors import UserError
 from moelib.core.module import Module
 from moelib.core.param import is_spec
-from moelib.data.input import Input
-from moelib.data.prefetch import HostRows, host_rows, row_sharding
+from moelib.data.batches.input import Input
+from moelib.data.batches.prefetch import host_rows, row_sharding
 from moelib.huggingface.pretrained import FILES, copy_files
 from moelib.kernels.backend import kernel_backends, warn_unused_backends
 from moelib.kernels.check import check_kernels
@@ -108,12 +109,12 @@ class SpmdTrainer(Module):
         # The model: a CausalLM, or any `moelib.models.model.Model`.
         model: Required[InstantiableConfig] = REQUIRED
         learner: Learner.Config = Learner.default_config()  # Optimizer, schedule, averages.
-        max_step: Required[int] = REQUIRED  # Step at which training ends.
+        max_step: Required[PositiveInt] = REQUIRED  # Step at which training ends.
         prng_seed: int = 0  # Seed of initial parameters and dropout.
         # Dtype that trainable parameters are cast to in each step; None computes in their own.
         train_dtype: DType | None = None
         # Parts of a batch computed one after the other, with one set of gradients.
-        num_microbatches: int = 1
+        num_microbatches: PositiveInt = 1
         # Another run's checkpoint, or a Hugging Face model, that a new run starts from; None starts
         # from initial values. A run that resumes ignores it.
         init_from: InitFrom.Config | None = None
@@ -159,13 +160,13 @@ class SpmdTrainer(Module):
         checkpointer: Checkpointer.Config | None = Checkpointer.default_config()
         evalers: dict[str, SpmdEvaler.Config] = {}  # By the name that prefixes their metrics.
         summary_writer: SummaryWriter.Config = SummaryWriter.default_config()  # Metrics on disk.
-        log_every_n_steps: int = 10  # Steps between log lines and written metrics.
+        log_every_n_steps: PositiveInt = 10  # Steps between log lines and written metrics.
 
         # -- Failures and profiling
         stop_on_nan: bool = True  # If False, training continues, but such a state is never saved.
         # Times that a batch is read again after a transient error of the system, such as EIO, after
         # 1, 2, 4 ... seconds; 0 for none.
-        input_retries: int = 5
+        input_retries: NonNegativeInt = 5
         # Further behaviors of the run, by a name of your choice, in the order in which they are
         # called: BadSteps, DeviceCheck, RoutingEvaler, and your own (docs/extend_a_run.md).
         watchers: dict[str, Watcher.Config] = {}
@@ -364,8 +365,8 @@ class SpmdTrainer(Module):
             return state_lib.batch_sharding(cfg.global_batch_size, cfg.seq_len, self.mesh())
 
     @property
-    def _host_rows(self) -> HostRows:
-        """This process's share of the sequences of a batch."""
+    def _host_rows(self) -> range:
+        """This process's rows of a batch."""
         return host_rows(self.batch_sharding, self.config.input.global_batch_size)
 
     def model_params_for_eval(self) -> dict[str, Any]:
@@ -445,9 +446,8 @@ class SpmdTrainer(Module):
             UserError: If a folder of the run was moved, or its lock removed.
         """
         on_process_0(lambda: [check() for check in self._check_locks])
-        record = CheckpointRecord(
+        record = RunRecord(
             step=self.step,
-            arrays={},
             input=gather_input_state(self.input_state, self._host_rows),
             metrics=metrics or {},
             evaluated={k: x for k, e in self.evalers.items() if (x := e.input_identity)},

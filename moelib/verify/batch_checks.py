@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from moelib.core import tree
+from moelib.core.tree import Batch
 from moelib.verify import batches
 from moelib.verify.compare import Difference, first_difference
 from moelib.verify.outcome import CheckFailedError, CheckSkippedError
@@ -24,6 +25,7 @@ _MEANS = ("objective", "cross_entropy", "load_max_over_mean", "dead_experts", "e
 
 def masked(known: Reference) -> None:
     """Checks that sequences and batches of padding only give finite numbers."""
+    known.check_tokens()
     for name, observed in (
         ("the batch, whose last sequence is padding", known.first),
         ("a batch of padding only", known.observe(batches.all_padding(known.batches[0]))),
@@ -37,12 +39,14 @@ def masked(known: Reference) -> None:
 
 def padding(known: Reference) -> Difference | None:
     """Checks that the content of padding changes nothing."""
+    known.check_tokens()
     batch, vocab_size = known.batches[0], batches.vocab_size(known.config)
     return _compare(known, batch, batches.with_other_segment(batch, 0, vocab_size, seed=5))
 
 
 def doubled(known: Reference) -> Difference | None:
     """Checks that repeated sequences weigh as much as the same ones once, plus padding."""
+    known.check_tokens()
     batch = known.batches[0]
     if (batch_size := len(batch["input_ids"])) % 2:
         raise CheckSkippedError(f"input.global_batch_size={batch_size} is odd")
@@ -56,11 +60,12 @@ def doubled(known: Reference) -> Difference | None:
 
 def packing(known: Reference) -> Difference | None:
     """Checks that a document's loss does not depend on other documents of its sequence."""
+    known.check_tokens()
     for layer, _ in known.probe.trainer.model.walk():
         if layer.mixes_documents:
             raise CheckSkippedError(f"{layer.path()} mixes documents by design")
     for mine, other in ((1, 2), (2, 1)):
-        batch = batches.with_loss_of(known.batches[0], mine)
+        batch = _before_updates(known, batches.with_loss_of(known.batches[0], mine))
         vocab_size = batches.vocab_size(known.config)
         changed = batches.with_other_segment(batch, other, vocab_size, seed=6)
         metrics = [known.observe(each).metrics for each in (batch, changed)]
@@ -74,15 +79,13 @@ def packing(known: Reference) -> Difference | None:
 
 def causality(known: Reference) -> Difference | None:
     """Checks that the loss of the tokens up to a position does not depend on later tokens."""
-    model = known.probe.trainer.model
-    if not model.is_language_model:
-        raise CheckSkippedError("the model is not a language model")
-    for layer, _ in model.walk():
+    known.check_tokens()
+    for layer, _ in known.probe.trainer.model.walk():
         if layer.looks_ahead or layer.mixes_documents:
             raise CheckSkippedError(f"{layer.path()} depends on later tokens by design")
     seq_len = known.config.input.seq_len
     for position in (seq_len // 4, seq_len // 2, 3 * seq_len // 4):
-        batch = batches.with_loss_until(known.batches[0], position)
+        batch = _before_updates(known, batches.with_loss_until(known.batches[0], position))
         vocab_size = batches.vocab_size(known.config)
         changed = batches.with_other_tokens_after(batch, position, vocab_size, seed=7)
         metrics = [known.observe(each).metrics for each in (batch, changed)]
@@ -92,6 +95,16 @@ def causality(known: Reference) -> Difference | None:
         if found := first_difference(*({text: x["loss"]} for x in metrics), relative=TOLERANCE):
             return found
     return None
+
+
+def _before_updates(known: Reference, batch: Batch) -> Batch:
+    """Returns a batch with a loss in its first micro-batch only, before layers update their state.
+
+    Documents of a micro-batch may influence the next ones by a moving average.
+    """
+    labels = batch["target_labels"].copy()
+    labels[np.arange(len(labels)) % known.config.num_microbatches > 0] = -1
+    return batch | {"target_labels": labels}
 
 
 def _compare(known: Reference, a: Any, b: Any, copies: int = 1) -> Difference | None:

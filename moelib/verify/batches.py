@@ -1,7 +1,10 @@
 """Batches that expose mistakes: packed documents, uneven padding, and sequences of padding only."""
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
 from moelib.core.errors import UserError
@@ -13,6 +16,21 @@ _MAX_PADDING = 6  # Padding tokens at the end of a sequence.
 def vocab_size(cfg: Any) -> int:
     """Returns the vocabulary size of a trainer config's model; 64 for a model without one."""
     return dict(cfg.model.items()).get("vocab_size") or 64
+
+
+def batches_of(trainer: Any) -> Iterator[Batch]:
+    """Yields packed batches for a trainer's step; its input's own if its model reads no tokens."""
+    cfg = trainer.config
+    if not trainer.model.is_language_model:
+        yield from trainer.input.iterator()
+    sizes = cfg.input.global_batch_size, cfg.input.seq_len, vocab_size(cfg)
+    for seed in itertools.count():
+        yield packed_batch(*sizes, seed)
+
+
+def num_sequences(batch: Batch) -> int:
+    """Returns the number of sequences, or examples, of a batch."""
+    return len(jax.tree.leaves(batch)[0])
 
 
 def packed_batch(batch_size: int, seq_len: int, vocab_size: int, seed: int) -> Batch:

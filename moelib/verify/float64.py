@@ -21,26 +21,36 @@ _WIDE = {np.dtype("float32"): np.dtype("float64")}
 def in_float64(fn: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
     """Returns the compiled function `fn` in float64, for arguments of these shapes.
 
-    It is to be called inside `jax.enable_x64(True)`; float32 arguments are widened.
+    It is to be called inside `jax.enable_x64(True)`; float32 arguments are widened. It returns the
+    results and, by scope, the margins of all `top_k` outside of loops: the least difference of the
+    last entry that is chosen and the next one, as a share of the largest magnitude in its row.
     """
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arguments)
     structure = jax.tree.structure(shapes)
 
     def run(*arguments: Any) -> Any:
-        return jax.tree.unflatten(structure, _evaluate(closed, jax.tree.leaves(arguments)))
+        margins: dict[str, Any] = {}
+        outs = _evaluate(closed, jax.tree.leaves(arguments), margins)
+        return jax.tree.unflatten(structure, outs), margins
 
     return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})
 
 
-def _evaluate(closed: Any, arguments: Sequence[Any]) -> list[Any]:
-    return list(map(_widened, evaluate(closed, list(map(_widened, arguments)), _apply)))
+def _evaluate(
+    closed: Any, arguments: Sequence[Any], margins: dict[str, Any], outer: str = ""
+) -> list[Any]:
+    rule = lambda eqn, inputs: _apply(eqn, inputs, margins, outer)
+    return list(map(_widened, evaluate(closed, list(map(_widened, arguments)), rule)))
 
 
-def _apply(eqn: Any, inputs: list[Any]) -> list[Any]:
+def _apply(eqn: Any, inputs: list[Any], margins: dict[str, Any], outer: str) -> list[Any]:
     name, params = eqn.primitive.name, eqn.params
     inputs = list(map(_widened, inputs))
+    scope = "/".join(filter(None, (outer, str(eqn.source_info.name_stack))))
     if inner := called_by(eqn):
-        return _evaluate(inner, inputs)
+        return _evaluate(inner, inputs, margins, scope)
+    if name == "top_k" and params["k"] < inputs[0].shape[-1]:
+        margins[scope] = jnp.minimum(_margin(inputs[0], params["k"]), margins.get(scope, jnp.inf))
     if name in ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"):
         kept = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
         return [getattr(lax, name.replace("-", "_"))(*inputs, **{key: params[key] for key in kept})]
@@ -62,7 +72,14 @@ def _wide(value: Any) -> Any:
         return value
     avals = (var.aval for var in getattr(value, "jaxpr", value).invars)  # Of the body of a loop.
     inputs = [jax.ShapeDtypeStruct(x.shape, _WIDE.get(x.dtype, x.dtype)) for x in avals]
-    return jax.make_jaxpr(lambda *inputs: _evaluate(value, inputs))(*inputs)
+    return jax.make_jaxpr(lambda *inputs: _evaluate(value, inputs, {}))(*inputs)
+
+
+def _margin(x: Any, k: int) -> Any:
+    best, _ = lax.top_k(x, k + 1)
+    largest = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0), -1)
+    margins = (best[..., k - 1] - best[..., k]) / jnp.maximum(largest, 1e-30)
+    return jnp.min(margins, initial=jnp.inf, where=jnp.isfinite(margins))
 
 
 def _widened(x: Any) -> Any:

@@ -16,7 +16,7 @@ from moelib.verify.reference import (
     SAVED_STEP,
     TOLERANCE,
     Reference,
-    check_gradient_norms,
+    check_rounded_gradients,
     rounding_floor,
     untrained_parameters,
 )
@@ -79,8 +79,9 @@ class MeshRun:
         backward = (dict(reversed(each.items())) for each in apart)
         floor = rounding_floor(want, self._reference.batches[0])
         found = first_difference(*backward, relative=GRADIENT_TOLERANCE, floor=floor)
-        bound = functools.partial(check_gradient_norms, self._reference.plain, want, got)
-        return self._unless_rounded(found, lambda: bound("on the mesh"))
+        known = self._reference
+        bound = lambda: check_rounded_gradients(known, self._probe, known.start, "on the mesh")
+        return self._unless_rounded(found, bound)
 
     def metrics(self) -> Difference | str | None:
         """Compares auxiliary losses, expert loads, and all other metrics of layers."""

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from moelib.core import tree
-from moelib.core.config_paths import sub_configs
+from moelib.core.config_text import sub_configs
 from moelib.core.context import is_aux_loss
 from moelib.core.metrics import MaxScalar, is_metric
 from moelib.core.module import Module, functional
@@ -37,6 +37,8 @@ class Values(NamedTuple):
     weights: dict[str, Any]  # Weights of the auxiliary losses, by path.
     metrics: dict[str, Any]  # Metrics by path, arrays in float64.
     params: Nested  # Parameters with the layers' updates of their state.
+    updates: list[Nested]  # These updates, of each micro-batch.
+    margins: dict[str, float]  # Margins of routers, by scope: see `in_float64`.
 
 
 class Plain:
@@ -68,10 +70,14 @@ class Plain:
         """Returns parameters of the trainer's layers, nested by the names that layers have here."""
         return values if "stack" in self.keep else _layers_apart(self._trainer.model, values)
 
+    def by_layer(self, values: Nested) -> dict[str, Any]:
+        """Returns parameters of the trainer's layers by path, in forward order."""
+        return self.in_order(tree.by_path(self.layers_apart(values)))
+
     def experts_apart(self, values: Nested) -> dict[str, Any]:
         """Returns parameters of the trainer's layers by layer and expert, in forward order."""
         specs, found = specs_by_path(self.model.create_parameter_specs_recursively()), {}
-        for path, x in self.in_order(tree.by_path(self.layers_apart(values))).items():
+        for path, x in self.by_layer(values).items():
             if "experts" not in (axes := specs[path].axes):
                 found[path] = x
                 continue
@@ -98,26 +104,30 @@ class Plain:
         """Returns values by path in the order of a forward pass."""
         return dict(sorted(values.items(), key=lambda item: _forward_order(self.model, item[0])))
 
-    def __call__(self, state: Any, batch: Batch) -> Values:
+    def __call__(self, state: Any, batch: Batch, updates: Sequence[Nested] | None = None) -> Values:
         """Returns the results of a forward pass in micro-batches.
 
         Args:
             state: State before the step, with the parameters of each layer apart.
             batch: The whole batch, of NumPy arrays.
+            updates: Updates of the layers' state in each micro-batch, instead of their own.
         """
         num = self._trainer.config.num_microbatches
         key = jax.random.fold_in(jax.random.wrap_key_data(state.prng_key), state.step)
         keys = [jax.random.fold_in(key, i) for i in range(num)]
-        parts = [{name: np.asarray(x)[i::num] for name, x in batch.items()} for i in range(num)]
+        parts = [jax.tree.map(lambda x, i=i: np.asarray(x)[i::num], batch) for i in range(num)]
         if self._run is None:
             with kernel_backends(dict.fromkeys(BACKENDS, "reference")):
                 self._run = in_float64(self._forward, state.model, keys[0], parts[0])
-        params, outs = state.model, []
+        params, outs, found = state.model, [], []
         with jax.enable_x64(True):
-            for key, part in zip(keys, parts, strict=True):
-                outs.append(jax.device_get(self._run(wide(params), key, part)))
-                params = tree.merge(params, outs[-1]["updates"])
-        return self._mean(outs, parts, params)
+            for i, (key, part) in enumerate(zip(keys, parts, strict=True)):
+                out, margins = jax.device_get(self._run(wide(params), key, part))
+                outs.append(out)
+                found.append(margins)
+                params = tree.merge(params, updates[i] if updates else out["updates"])
+        least = {scope: min(float(each[scope]) for each in found) for scope in found[0]}
+        return self._mean(outs, parts, params)._replace(margins=least)
 
     def _forward(self, params: Nested, key: Any, batch: Batch) -> dict[str, Any]:
         (loss, metrics), found = functional(self.model, key, params, (batch,), is_training=True)
@@ -153,7 +163,8 @@ class Plain:
                 metrics[path] = _weighted([each.mean for each in found], counts)
             else:
                 metrics[path] = _weighted(found, tokens)
-        return Values(terms, weights, metrics | {"objective": sum(terms.values())}, params)
+        metrics["objective"] = sum(terms.values())
+        return Values(terms, weights, metrics, params, [out["updates"] for out in outs], {})
 
     def _num_tokens(self, batch: Batch, out: Any) -> float:
         """Returns the number of tokens that auxiliary losses are means over."""

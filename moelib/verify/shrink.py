@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.core.config import REQUIRED, ConfigBase
-from moelib.core.config_paths import sub_configs
-from moelib.data.lm_input import LMInput
-from moelib.data.mixture import Mixture
-from moelib.data.packing import LongDocuments
-from moelib.data.synthetic import SyntheticTokens
+from moelib.core.config_text import sub_configs
+from moelib.data.batches.lm_input import LMInput
+from moelib.data.batches.mixture import Mixture
+from moelib.data.batches.packing import LongDocuments
+from moelib.data.batches.synthetic import SyntheticTokens
 from moelib.learner.moments import MomentFormat
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.verify.batches import vocab_size

@@ -20,11 +20,11 @@ from moelib.verify.batch_checks import causality, doubled, masked, packing, padd
 from moelib.verify.compare import Difference, first_bit_difference, first_difference
 from moelib.verify.data_checks import data, hosts
 from moelib.verify.export_checks import exported
-from moelib.verify.objective_checks import auxiliary, balanced, derivatives, plain, reached
+from moelib.verify.objective_checks import auxiliary, derivatives, plain, reached
 from moelib.verify.outcome import CheckSkippedError
 from moelib.verify.reference import Reference
 from moelib.verify.step_checks import stepped
-from moelib.verify.variant_checks import tpu_kernels
+from moelib.verify.variant_checks import quantized
 
 
 def saved(known: Reference) -> Difference | None:
@@ -55,6 +55,7 @@ def interrupted(known: Reference) -> Difference | None:
         with contextlib.suppress(_InterruptedRunError):
             _train(known, os.path.join(folder, "parts"), parts, end=6)
         resumed = _train(known, os.path.join(folder, "parts"), parts)
+    assert whole, "The trainer's loop ran another step."
     named = [{f"batch {i}": batch for i, batch in sorted(x.items())} for x in (whole, parts)]
     for i, batch in enumerate(known.probe.trainer.input.iterator()):
         if i not in whole:
@@ -92,14 +93,12 @@ def _train(known: Reference, folder: str, batches: dict[int, Batch], end: int = 
         observed = known.probe(state, own, known.first.gradients)
         return observed.state, pack(observed.metrics)
 
-    trainer._compiled = step
+    trainer.compile_train_step = lambda batch: step
     silent = io.StringIO()
     with trainer.on_mesh(), redirect_stdout(silent), redirect_stderr(silent):
         TrainLoop(trainer, stop=StopRequest()).run()
     return jax.device_get(trainer.trainer_state)
 
-
-THOROUGH_CHECKS = ("tpu_kernels",)  # Those that are too slow by default.
 
 # Those nearest to the cause of a failure first. Each returns the first difference, or None or a
 # note; or raises CheckFailedError or CheckSkippedError.
@@ -110,8 +109,8 @@ SINGLE_DEVICE_CHECKS: dict[str, Callable[[Reference], Difference | str | None]] 
         hosts,
         plain,
         derivatives,
+        quantized,
         stepped,
-        balanced,
         saved,
         interrupted,
         reached,
@@ -122,6 +121,5 @@ SINGLE_DEVICE_CHECKS: dict[str, Callable[[Reference], Difference | str | None]] 
         packing,
         causality,
         exported,
-        tpu_kernels,
     )
 }

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moelib.checkpoint.contents import CheckpointRecord
+from moelib.checkpoint.contents import RunRecord
 from moelib.core import tree
 from moelib.core.jaxpr import abstract_parameters, forward_pass, walk
 from moelib.core.tree import Nested
-from moelib.data.prefetch import row_sharding
+from moelib.data.batches.prefetch import row_sharding
 from moelib.learner.learner import Learner, LearnerUpdate
 from moelib.parallel.sharding import abstract_state
 from moelib.runtime import memory_maps
@@ -116,7 +116,7 @@ class Probe:
         """Writes a checkpoint with the trainer's own checkpointer. Raises its error."""
         checkpointer = self.trainer.checkpointer
         state = jax.device_put(state, self.shardings)
-        checkpointer.save(state, CheckpointRecord(step=step, arrays={}))
+        checkpointer.save(state, RunRecord(step=step))
         checkpointer.close()
         if checkpointer.last_error is not None:
             raise checkpointer.last_error
@@ -134,7 +134,7 @@ class Probe:
         trained = dict(tree.flatten_items(gradients))
         return (
             jax.device_put(state, self.shardings),
-            {name: put(x) for name, x in batch.items()},
+            jax.tree.map(put, batch),
             jax.device_put(gradients, tree.select(self.shardings.model, trained.__contains__)),
         )
 
@@ -147,11 +147,10 @@ class Probe:
 
 def narrow_layers(trainer: SpmdTrainer) -> list[str]:
     """Returns scopes of a trainer's model with arrays of less than float32, for float32 inputs."""
-    cfg, model = trainer.config, trainer.model
-    tokens = jax.ShapeDtypeStruct((cfg.input.global_batch_size, cfg.input.seq_len), jnp.int32)
-    names = ("input_ids", "target_labels", "segment_ids", "positions")
+    model = trainer.model
+    batch = trainer.config.input.abstract_batch(lambda: trainer.input)
     params = abstract_parameters(model.create_parameter_specs_recursively())
-    trace = jax.make_jaxpr(forward_pass(model))(params, dict.fromkeys(names, tokens))
+    trace = jax.make_jaxpr(forward_pass(model))(params, batch)
     is_narrow = lambda var: getattr(var.aval, "dtype", None) in (jnp.bfloat16, jnp.float16)
     found = {
         str(site.eqn.source_info.name_stack)

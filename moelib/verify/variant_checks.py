@@ -1,4 +1,4 @@
-"""The step compiled in other ways: in bfloat16 on a mesh, and with the kernels of TPUs."""
+"""The step compiled in other ways: in bfloat16 on a mesh, and with exact gradients in 8 bits."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,18 +13,23 @@ from moelib.core.precision import is_cast
 from moelib.layers.moe.router import Router
 from moelib.parallel.sharding import SplitError
 from moelib.verify.compare import Difference, first_difference
-from moelib.verify.mesh_checks import MeshRun
 from moelib.verify.meshes import Axes
 from moelib.verify.outcome import CheckFailedError, CheckSkippedError
-from moelib.verify.reference import ROUNDED_LOSS, Reference, check_gradient_norms
+from moelib.verify.reference import (
+    ROUNDED_GRADIENT,
+    ROUNDED_LOSS,
+    Reference,
+    check_rounded_gradients,
+)
 from moelib.verify.step_probe import Observed, Probe
 
 
 def bfloat16(known: Reference, axes: Sequence[Axes], devices: Sequence[Any]) -> Difference | None:
     """Bounds the error of loss and gradients of a step in bfloat16 on the first possible mesh.
 
-    Gradients are those of initial parameters: in larger ones, rounding moves tokens to other
-    experts. What is kept in float32 is compared with an update in float32 by the same gradients.
+    Gradients are those of initial parameters, with noise in constant ones: in larger ones, rounding
+    moves tokens to other experts. What is kept in float32 is compared with an update in float32 by
+    the same gradients.
     """
     for each in axes:
         try:
@@ -36,10 +41,7 @@ def bfloat16(known: Reference, axes: Sequence[Axes], devices: Sequence[Any]) -> 
         losses = ({"loss": step.metrics["loss"]} for step in (known.first, observed))
         if found := first_difference(*losses, relative=ROUNDED_LOSS):
             return found
-        initial = jax.device_get(known.probe.initial(known.config.prng_seed))
-        given = initial, known.batches[0], known.first.gradients
-        want, got = (jax.device_get(run(*given).gradients) for run in (known.probe, probe))
-        check_gradient_norms(known.plain, want, got, "in bfloat16")
+        check_rounded_gradients(known, probe, known.initial(), "in bfloat16")
         return _kept_in_float32(known, probe, observed)
     raise CheckSkippedError("the config cannot be split over any of the meshes")
 
@@ -93,14 +95,30 @@ def _kept_in_float32(known: Reference, probe: Probe, observed: Observed) -> Diff
     return None
 
 
-def tpu_kernels(known: Reference) -> Difference | str | None:
-    """Compares the step with that of the grouped matmul of TPUs, interpreted.
-
-    Heads of a small config are too small for their attention.
-    """
-    backends = known.config.kernel_backends | {"gmm": "tpu"}
+def quantized(known: Reference) -> Difference | None:
+    """Compares the step with one that multiplies the same operands, but quantizes no gradients."""
+    if not (schemes := known.plain.unquantized):
+        raise CheckSkippedError("no quantization")
+    backends = known.config.kernel_backends | {"quantized_matmul": "straight_through"}
     probe = Probe(known.config.clone(kernel_backends=backends), {}, known.devices)
     probe.compile(known.start, known.batches[0], known.first.gradients)
-    run = MeshRun(known, probe)
-    found = run.metrics()
-    return found if isinstance(found, Difference) else run.gradients()
+    other = probe(known.start, known.batches[0], known.first.gradients)
+    losses = ({"loss": step.metrics["loss"]} for step in (other, known.first))
+    if found := first_difference(*losses, relative=ROUNDED_LOSS):
+        return found
+    want, got = (
+        known.plain.by_layer(jax.device_get(step.gradients)) for step in (other, known.first)
+    )
+    smallest = 1e-6 * max(map(np.linalg.norm, want.values()))
+    for path in reversed(want):  # Errors spread to all layers before.
+        x, y = (np.float64(each[path]) for each in (want, got))
+        if (norm := np.linalg.norm(x)) <= smallest:
+            continue
+        error, factor = np.linalg.norm(y - x) / norm, np.vdot(x, y) / norm**2
+        # Errors of rounding have both signs, so that those of many entries leave the length.
+        if not error <= ROUNDED_GRADIENT or (x.size >= 64 and abs(factor - 1) > 0.1):
+            raise CheckFailedError(
+                f"The gradient of {path} with {schemes} is {factor:.3g} times that of exact "
+                f"matmuls of the same operands, with an error of {error:.2g} of its norm."
+            )
+    return None

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from moelib.checkpoint.checkpointer import Checkpointer
-from moelib.checkpoint.contents import CheckpointRecord
+from moelib.checkpoint.contents import RunRecord
 
 
 class Empty(NamedTuple):
@@ -42,7 +42,7 @@ def make(directory, **settings):
 
 def save(checkpointer, step, state=None, **record):
     state = make_state(step) if state is None else state
-    checkpointer.save(state, CheckpointRecord(step=step, arrays={}, **record))
+    checkpointer.save(state, RunRecord(step=step, **record))
     checkpointer.wait()
 
 
@@ -67,4 +67,4 @@ def remove_state(path):
             os.remove(os.path.join(folder, name))
 
 
-DAMAGES = [truncate_arrays, remove_record, tear_record, remove_state]
+DAMAGES = [truncate_arrays, tear_record, remove_state]

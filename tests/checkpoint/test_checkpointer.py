@@ -9,20 +9,21 @@ import signal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
+from moelib.checkpoint import arrays, contents
 from moelib.checkpoint import checkpointer as checkpointer_module
-from moelib.checkpoint import contents
 from moelib.checkpoint.contents import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
-    CheckpointRecord,
     DamagedCheckpointError,
+    RunRecord,
     UnreadableCheckpointError,
     list_checkpoints,
     step_path,
 )
+from moelib.core.errors import UserError
+from moelib.runtime import storage
 from tests.checkpoint.small import (
     DAMAGES,
     make,
@@ -30,6 +31,7 @@ from tests.checkpoint.small import (
     remove_record,
     save,
     target_of,
+    tear_record,
     truncate_arrays,
 )
 
@@ -79,9 +81,7 @@ UNREADABLE = [
     PermissionError(errno.EACCES, "Permission denied"),
     OSError(errno.EIO, "Input/output error"),
     MemoryError("Unable to allocate"),
-    ValueError("PERMISSION_DENIED: Failed to open [os_error_code='13']"),
-    RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes"),
-    ValueError('INTERNAL: Error opening "zarr" driver: a status that has no meaning here'),
+    jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes"),
     RuntimeError("a text that no version has had yet"),
 ]
 
@@ -96,7 +96,7 @@ def test_error_outside_the_checkpoint_is_one_line(checkpointer, monkeypatch, err
         raise error
 
     if item == "arrays":
-        monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", fail)
+        monkeypatch.setattr(arrays, "_read", fail)
     else:
         monkeypatch.setattr(contents.json, "load", fail)
     with pytest.raises(UnreadableCheckpointError, match=r"^\S+step_00000002\S* .*$") as caught:
@@ -138,7 +138,7 @@ def test_all_damaged_is_an_error(checkpointer):
 def test_an_older_one_of_another_config_does_not_hide_the_damage_of_the_newest(checkpointer):
     save(checkpointer, 1, {**make_state(), "more": jnp.ones(2)})
     save(checkpointer, 2)
-    remove_record(step_path(checkpointer.dir, 2))
+    tear_record(step_path(checkpointer.dir, 2))
     with pytest.raises(CheckpointMismatchError, match=r"(?s)step_00000001.*'more'.*step_00000002"):
         checkpointer.restore(target_of(make_state()))
 
@@ -152,56 +152,56 @@ def test_step_that_is_missing_is_named(checkpointer):
         checkpointer.restore(target_of(make_state()), step=7)
 
 
-def test_unfinished_one_is_not_seen_and_removed(checkpointer, tmp_path):
+def test_one_without_its_record_is_not_seen_and_removed(checkpointer, caplog):
     save(checkpointer, 5)
-    unfinished = tmp_path / "step_00000009.orbax-checkpoint-tmp"
-    unfinished.mkdir()
+    save(checkpointer, 9)
+    remove_record(step_path(checkpointer.dir, 9))
     assert checkpointer.latest_step() == 5
+    assert checkpointer.restore(target_of(make_state())).record.step == 5
     checkpointer.remove_unfinished()
-    assert not unfinished.exists()
+    assert os.listdir(checkpointer.dir) == ["step_00000005"]
+    assert "step_00000009" in caplog.text
+
+
+def test_record_that_cannot_be_looked_for_removes_nothing(checkpointer, monkeypatch):
+    save(checkpointer, 5)
+
+    def fail(path):
+        raise OSError(errno.EIO, "Input/output error", path)
+
+    monkeypatch.setattr(storage, "size", fail)
+    with pytest.raises(UserError, match="step_00000005 cannot be read: Input/output error"):
+        checkpointer.remove_unfinished()
+    assert os.listdir(checkpointer.dir) == ["step_00000005"]
 
 
 def test_deletion_that_was_killed_is_not_seen_and_completed(tmp_path, monkeypatch):
     first = make(tmp_path, keep_last_n=1)
     save(first, 1)
-    monkeypatch.setattr(checkpointer_module, "_remove", lambda path: None)  # Killed before it.
-    save(first, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpointer_module, "_delete", remove_record)  # Killed after it.
+        save(first, 2)
     first.close()
     assert len(os.listdir(tmp_path)) == 2
     assert list(list_checkpoints(str(tmp_path))) == [2]
-    monkeypatch.undo()
     make(tmp_path).remove_unfinished()
     assert os.listdir(tmp_path) == ["step_00000002"]
 
 
-def test_deletion_that_an_earlier_version_left_is_completed(tmp_path):
-    first = make(tmp_path)
-    for step in (1, 2, 3):
-        save(first, step)
-    first.close()
-    for step in (1, 3):
-        remove_record(step_path(tmp_path, step))
-    checkpointer = make(tmp_path, keep_last_n=2)
-    for step in (4, 5):
-        save(checkpointer, step)
-    checkpointer.close()
-    assert list(list_checkpoints(tmp_path)) == [4, 5]
-
-
-def test_checkpoint_is_on_the_disk_before_it_has_its_name(checkpointer, monkeypatch):
+def test_checkpoint_is_on_the_disk_before_it_has_its_record(checkpointer, monkeypatch):
     synced = []
 
     def sync(path, *, recursive=False):
-        there = [
-            os.path.relpath(os.path.join(d, n), path) for d, _, ns in os.walk(path) for n in ns
-        ]
-        synced.append((os.path.basename(path), recursive, "record/metadata" in there))
+        has_record = checkpointer.latest_step() is not None
+        synced.append((os.path.relpath(path, checkpointer.dir), recursive, has_record))
 
-    monkeypatch.setattr(checkpointer_module, "sync_folder", sync)
+    for module in (checkpointer_module, contents):
+        monkeypatch.setattr(module, "sync_folder", sync)
     save(checkpointer, 1)
     assert synced == [
-        ("step_00000001.orbax-checkpoint-tmp", True, True),
-        (os.path.basename(checkpointer.dir), False, False),
+        ("step_00000001", True, False),
+        (".", False, False),
+        ("step_00000001/record", False, True),
     ]
 
 
@@ -216,10 +216,9 @@ def test_full_disk_is_logged_and_the_older_one_stays(checkpointer, caplog):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, before)
-    errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
-    assert len(errors) == 1
-    assert "NO CHECKPOINT of step 2" in errors[0]
-    assert "Training continues. Step 1 is the newest." in errors[0]
+    [error] = [x.getMessage() for x in caplog.records if x.name == checkpointer_module.__name__]
+    assert "NO CHECKPOINT of step 2" in error
+    assert "Training continues. Step 1 is the newest." in error
     assert checkpointer.last_error is not None
     assert os.listdir(checkpointer.dir) == ["step_00000001"]
     save(checkpointer, 3)
@@ -232,9 +231,9 @@ def test_checkpoint_that_takes_longer_than_the_interval_is_reported(
 ):
     monkeypatch.setattr(checkpointer_module, "_LONG_WAIT_SECONDS", -1.0)
     state = make_state(1)
-    checkpointer.save(state, CheckpointRecord(step=1, arrays={}))
+    checkpointer.save(state, RunRecord(step=1))
     assert not caplog.text
-    checkpointer.save(state, CheckpointRecord(step=2, arrays={}))
+    checkpointer.save(state, RunRecord(step=2))
     assert "The checkpoint of step 1 was still incomplete at step 2" in caplog.text
 
 

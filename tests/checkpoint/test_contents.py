@@ -33,13 +33,14 @@ def test_record_describes_arrays():
 )
 def test_a_wrong_value_in_a_record_is_named(key, value, tmp_path):
     path = str(tmp_path)
-    contents.CheckpointRecord(**({"step": 6, "arrays": {}} | {key: value})).write(path)
+    values = {"step": 6, "arrays": {}, "checksums": {}, "versions": {}} | {key: value}
+    contents.CheckpointRecord(**values).write(path)
     with pytest.raises(contents.DamagedCheckpointError, match=key):
         contents.CheckpointRecord.read(path)
 
 
 def test_a_record_of_another_format_is_refused(tmp_path):
-    contents.CheckpointRecord(6, {}).write(str(tmp_path))
+    contents.CheckpointRecord(6, arrays={}, checksums={}, versions={}).write(str(tmp_path))
     file = tmp_path / "record/metadata"
     values = json.loads(file.read_text()) | {"format": 99}
     del values["digest"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moelib.checkpoint import local as local_module
-from moelib.checkpoint.contents import CheckpointRecord, list_checkpoints, step_path
+from moelib.checkpoint.contents import RunRecord, list_checkpoints, step_path
 from moelib.core import tree
 from moelib.core.errors import UserError
 from tests.checkpoint.small import make, make_state, save, target_of
@@ -30,7 +30,7 @@ def checkpointer(tmp_path):
 
 def save_locally(checkpointer, step, state=None, **record):
     state = sharded(make_state(step)) if state is None else state
-    checkpointer.save_locally(state, CheckpointRecord(step=step, arrays={}, **record))
+    checkpointer.save_locally(state, RunRecord(step=step, **record))
     checkpointer.local.wait()
 
 
@@ -123,7 +123,6 @@ DAMAGES = [
     lambda path: os.truncate(path / "shards.json", 10),
     lambda path: (path / "shards.json").write_text('{"step": [[[0], [1], 1e9]]}'),
     lambda path: os.remove(path / "shards.bin"),
-    lambda path: os.remove(path / "record/metadata"),
     lambda path: os.truncate(path / "record/metadata", 10),
 ]
 
@@ -168,7 +167,7 @@ def test_run_that_begins_again_in_an_emptied_folder_reads_nothing_of_the_other(t
 
 def test_full_disk_is_logged_and_the_next_one_written(checkpointer, tmp_path, caplog, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(local_module, "_write", _fail)
+        patch.setattr(local_module, "_write_shards", _fail)
         save_locally(checkpointer, 2)
     assert [x.levelno for x in caplog.records] == [logging.ERROR]
     assert "step 2" in caplog.text
@@ -179,8 +178,7 @@ def test_full_disk_is_logged_and_the_next_one_written(checkpointer, tmp_path, ca
 def test_remains_of_killed_processes_are_deleted(checkpointer, tmp_path):
     save_locally(checkpointer, 2)
     own = os.path.dirname(folders(tmp_path)[0])
-    os.makedirs(f"{own}/step_00000008.tmp/record")
-    os.makedirs(f"{own}/step_00000001.old")
+    os.makedirs(f"{own}/step_00000008/record")
     os.makedirs(os.path.join(os.path.dirname(own), "process_0007", "step_00000002"))
     save_locally(checkpointer, 4)
     assert sorted(os.listdir(own)) == ["step_00000002", "step_00000004"]

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import s3fs
 
+from moelib.checkpoint import arrays, contents, writers
 from moelib.checkpoint import checkpointer as checkpointer_module
-from moelib.checkpoint import contents, object_store
 from moelib.checkpoint.contents import list_checkpoints, step_path
 from moelib.core import tree
 from moelib.core.errors import UserError
@@ -70,7 +70,7 @@ def store_zeros(url):
     like = {"model.w": (8, 8)}[name]
     import tensorstore as ts
 
-    store = ts.open(object_store._spec(url.rsplit("/state/", 1)[0], name), open=True).result()
+    store = ts.open(arrays.array_spec(url.rsplit("/state/", 1)[0], name), open=True).result()
     store[...].write(np.zeros(like, np.float32)).result()
 
 
@@ -135,14 +135,14 @@ def test_copies_are_read_in_both_directions(s3, tmp_path):
 
 def test_a_store_without_arrays_is_refused():
     with pytest.raises(UserError, match=r"checkpointer\.dir is 'memory://a'"):
-        object_store.check_url("checkpointer.dir", "memory://a")
+        writers.check_url("checkpointer.dir", "memory://a")
 
 
 def test_chunks_divide_the_shard_and_fit_a_request():
-    assert object_store._chunks((24, 64, 2048, 1408), 4) == [1, 16, 2048, 1408]
-    assert object_store._chunks((3, 0), 4) == [3, 1]
-    assert object_store._chunks((), 4) == []
-    assert object_store._chunks((2, 1 << 28), 4) == [1, 1 << 26]
+    assert writers._chunks((24, 64, 2048, 1408), 4) == [1, 16, 2048, 1408]
+    assert writers._chunks((3, 0), 4) == [3, 1]
+    assert writers._chunks((), 4) == []
+    assert writers._chunks((2, 1 << 28), 4) == [1, 1 << 26]
 
 
 def test_a_deletion_that_is_cut_short_leaves_no_complete_one(s3, monkeypatch):
@@ -155,29 +155,29 @@ def test_a_deletion_that_is_cut_short_leaves_no_complete_one(s3, monkeypatch):
 
     monkeypatch.setattr(storage, "remove_tree", fail)
     with pytest.raises(OSError, match="killed"):
-        object_store.delete_checkpoint(step_path(checkpointer.dir, 1))
+        contents.delete_checkpoint(step_path(checkpointer.dir, 1))
     assert checkpointer.latest_step() is None
     assert len(arrays_of(step_path(checkpointer.dir, 1))) == 4
 
 
 def test_a_process_that_cannot_write_or_is_too_slow_ends_the_save(s3, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(object_store, "_SLOWEST_SECONDS", 0.2)
+    monkeypatch.setattr(writers, "_SLOWEST_SECONDS", 0.2)
     storage.write_bytes(f"{s3}/done/0", b"")
     with pytest.raises(OSError, match=r"only processes \['0'\]"):
-        object_store._wait_for_all(f"{s3}/done")
+        writers._wait_for_all(f"{s3}/done")
     storage.write_bytes(f"{s3}/done/1", b"PermissionError")
     with pytest.raises(OSError, match="process 1 could not write its shards: PermissionError"):
-        object_store._wait_for_all(f"{s3}/done")
+        writers._wait_for_all(f"{s3}/done")
 
 
 @pytest.mark.parametrize(
     ("module", "name", "failing", "kept"),
     [
-        (storage, "make_folder", 1, [1, 3]),
-        (object_store, "_start_to_write", 0, [1, 3]),
-        (object_store, "_start_to_write", 1, [1, 3]),
-        (checkpointer_module, "sync_folder", 0, [1, 2, 3]),
+        (checkpointer_module, "make_room", 0, [1, 3]),
+        (writers, "_start_to_write", 0, [1, 3]),
+        (writers, "_start_to_write", 1, [1, 3]),
+        (checkpointer_module, "sync_folder", 0, [1, 3]),
     ],
 )
 def test_a_save_that_fails_in_one_process_fails_in_all(

@@ -4,7 +4,7 @@ import pytest
 
 from experiments import flame_moe
 from moelib.cli import config
-from moelib.core import config_parse
+from moelib.core import config_text
 from moelib.core.config import InvalidConfigNameError
 from moelib.core.errors import UsageError, UserError
 from moelib.runtime.command_line import parse_flags
@@ -35,7 +35,7 @@ def test_diff_shows_both_sides_of_what_differs(tiny, capsys):
 
 
 def test_explained_values_name_the_line_or_flag_that_set_them(tiny, capsys):
-    config_parse.set_from_text(tiny, "max_step=9")
+    config_text.set_from_text(tiny, "max_step=9")
     config.print_origins(tiny, ["max_step", "input.seq_len", "log_every_n_steps"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("#")[1].strip().split(":")[0] for line in lines] == [
@@ -98,7 +98,7 @@ def test_shardings_of_every_parameter_are_printed(capsys):
 def test_twin_prints_a_config_that_can_be_read(capsys):
     run_config("--module=experiments.flame_moe", "--config=flame-moe-tiny", "--twin=flops")
     output = capsys.readouterr()
-    cfg = config_parse.parse(output.out)
+    cfg = config_text.parse(output.out)
     assert cfg.model.decoder.block[0].feed_forward.hidden_dim == 264
     assert "hidden_dim of decoder.block[0].feed_forward 264" in output.err
     assert "(+0." in output.err

@@ -17,7 +17,7 @@ from moelib.cli import convert as cli
 from moelib.cli import main
 from moelib.core import tree
 from moelib.core.errors import UserError
-from moelib.data.tokenizer import END_OF_TEXT, train_bpe
+from moelib.data.tokens.tokenizer import END_OF_TEXT, train_bpe
 from moelib.huggingface.pretrained import load_pretrained, read_config, save_pretrained
 from moelib.runs.loading import as_mesh, load_model
 from moelib.train import convert

@@ -5,9 +5,9 @@ import re
 import pytest
 
 from moelib.cli import main
-from moelib.data.lm_input import LMInput
-from moelib.data.mixture import Mixture
-from moelib.data.token_store import TokenStore
+from moelib.data.batches.lm_input import LMInput
+from moelib.data.batches.mixture import Mixture
+from moelib.data.tokens.token_store import TokenStore
 from moelib.runs.folder import RunFolder
 from tests import tiny
 from tests.train import small_run

@@ -9,9 +9,9 @@ import pytest
 import moelib
 from moelib.cli import main
 from moelib.core.config import UnknownFieldError
-from moelib.data.prepare import prepare
-from moelib.data.source import InMemorySource
-from moelib.data.tokenizer import train_bpe
+from moelib.data.sources.source import InMemorySource
+from moelib.data.tokens.prepare import prepare
+from moelib.data.tokens.tokenizer import train_bpe
 from tests.python_process import finish, start
 
 TINY = ("train", "--module=experiments.flame_moe", "--config=flame-moe-tiny")

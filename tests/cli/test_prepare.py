@@ -4,8 +4,8 @@ import pytest
 
 from moelib.cli import prepare
 from moelib.core.errors import UserError
-from moelib.data import corpus_tokenizer, tokenizer
-from moelib.data.token_store import TokenStore
+from moelib.data.tokens import corpus_tokenizer, tokenizer
+from moelib.data.tokens.token_store import TokenStore
 from moelib.runtime.command_line import describe_flags, parse_flags
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from moelib.cli import quickstart
 from moelib.core.errors import UserError
-from moelib.data.token_source import InMemoryTokens
+from moelib.data.tokens.token_source import InMemoryTokens
 from tests.python_process import finish, start
 
 TEXT = "".join(f"def f{i}(x):\n    return x + {i % 7}\n\n" for i in range(60_000))

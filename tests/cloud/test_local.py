@@ -13,7 +13,7 @@ import pytest
 from cloud.local import LocalJob
 from moelib.core.errors import UserError
 from moelib.runtime.cluster import find_cluster
-from moelib.runtime.directory_lock import directory_lock
+from moelib.runtime.lock import directory_lock
 from tests.cloud.small_run import FLAGS, launch, losses, processes_of, wait_for, write_model
 
 OUTER_JOB = {"JAX_COORDINATOR_ADDRESS": "n:1", "JAX_NUM_PROCESSES": "8", "JAX_PROCESS_ID": "3"}

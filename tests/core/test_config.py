@@ -5,8 +5,6 @@ import types
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from moelib.core.config import (
@@ -65,7 +63,7 @@ def here() -> str:
 
 def test_the_config_files_import_no_jax():
     code = (
-        "import sys, moelib.core.config, moelib.core.config_parse, moelib.core.config_modifier;"
+        "import sys, moelib.core.config, moelib.core.config_text, moelib.core.config_modifier;"
         "print('jax' in sys.modules)"
     )
     assert finish(start("-c", code))[0][0].strip() == "False"
@@ -84,12 +82,12 @@ def test_a_field_is_in_a_config_by_its_name():
     [
         ("names", 3, UnknownFieldError, r"Outer.*'names'.*'name'"),
         ("xyzzy", 3, UnknownFieldError, r"xyzzy.*act, anything, by_name"),
-        ("name", 3, InvalidConfigValueError, r"Outer.name = 3:.*int.*str; set 'name'"),
+        ("name", 3, InvalidConfigValueError, r"Outer.name=3:.*int.*str"),
         ("name", None, InvalidConfigValueError, r"NoneType.*str"),
         ("inner", 3, InvalidConfigValueError, r"int.*Inner"),
         ("inners", [3], InvalidConfigValueError, r"\[3\]:.*list.*list\["),
         ("by_name", {1: Inner()}, InvalidConfigValueError, r"dict.*dict"),
-        ("pair", (1, 2, 3), InvalidConfigValueError, r"tuple\[int, int\] \| None; set \(8, 8\)"),
+        ("pair", (1, 2, 3), InvalidConfigValueError, r"tuple\[int, int\] \| None"),
         ("pair", (1, True), InvalidConfigValueError, "tuple"),
         ("act", 3, InvalidConfigValueError, r"int.* Callable\[\[Any\], Any\]"),
         ("dtype", "float33", InvalidConfigValueError, r"Outer.dtype: 'float33'.*'float3"),
@@ -205,8 +203,7 @@ UNSET = object()
         (ConfigBase, "x", int, UNSET, InvalidConfigClassError, r"Bad.x.*`= REQUIRED`"),
         (ConfigBase, "x", UNSET, 3, InvalidConfigClassError, r"Bad.x"),
         (ConfigBase, "x", UNSET, max, InvalidConfigClassError, r"Bad.x"),
-        (ConfigBase, "x", int, "a", InvalidConfigClassError, r"Bad.x = 'a':.*str.*int"),
-        (ConfigBase, "x", np.dtype, jnp.float32, InvalidConfigClassError, "DType"),
+        (ConfigBase, "x", int, "a", InvalidConfigClassError, r"Bad.x='a':.*str.*int"),
         (ConfigBase, "_private", int, 1, InvalidConfigNameError, r"Bad._private"),
         (ConfigBase, "clone", int, 1, InvalidConfigNameError, r"Bad.clone"),
         (Inner, "dim", UNSET, lambda self: 3, InvalidConfigClassError, r"Bad.dim.*:Inner"),

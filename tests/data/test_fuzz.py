@@ -12,9 +12,9 @@ from pyarrow import parquet
 from benchmarks import corruption
 from moelib.cli.prepare import read_splits
 from moelib.core.errors import UserError
-from moelib.data.json_lines import JsonLines
-from moelib.data.parquet import Parquet
-from moelib.data.token_store import TokenStore, check_splits, json_digest
+from moelib.data.sources.json_lines import JsonLines
+from moelib.data.sources.tables import Tables
+from moelib.data.tokens.token_store import TokenStore, check_splits, json_digest
 from moelib.runtime.command_line import one_line
 
 _NUM_CASES = [200, pytest.param(10_000, marks=pytest.mark.slow)]
@@ -115,7 +115,7 @@ def test_parquet_files(tmp_path, num_cases):
     for _ in range(num_cases):
         content = _mutated(rng.choice(contents), rng)
         path.write_bytes(content)
-        source = Parquet.default_config().set(paths=[str(path)]).instantiate()
+        source = Tables.default_config().set(paths=[str(path)]).instantiate()
         _check(lambda source=source: list(source.documents()), content, str(path))
 
 

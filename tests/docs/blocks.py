@@ -3,6 +3,7 @@
 import re
 from typing import NamedTuple
 
+from docs import commands as docs_commands
 from docs import generate
 
 _FENCE = re.compile(r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
@@ -17,10 +18,15 @@ class Block(NamedTuple):
     text: str
 
 
+def text(page: str) -> str:
+    """Returns the text of a page, such as "docs/tutorial.md", as it is in the built site."""
+    found = (generate.ROOT / page).read_text(encoding="utf-8")
+    return f"{found}\n{docs_commands.sections()}" if page == "docs/cli.md" else found
+
+
 def blocks(page: str) -> list[Block]:
-    """Returns the fenced blocks of a page, such as "docs/tutorial.md"."""
-    text = (generate.ROOT / page).read_text(encoding="utf-8")
-    return [Block(*fields) for fields in _FENCE.findall(text)]
+    """Returns the fenced blocks of a page."""
+    return [Block(*fields) for fields in _FENCE.findall(text(page))]
 
 
 def commands(page: str, program: str = "moelib") -> list[str]:

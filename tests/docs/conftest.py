@@ -4,7 +4,7 @@ import pytest
 
 import moelib
 from moelib.core.config import config_for_function
-from moelib.data.lm_input import InputMode, LMInput
+from moelib.data.batches.lm_input import InputMode, LMInput
 from moelib.layers.moe.balance import BiasBalancing
 from moelib.layers.moe.router import Router
 from moelib.learner.transforms import skip_bad_steps

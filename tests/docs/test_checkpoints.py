@@ -8,7 +8,7 @@ import numpy as np
 import moelib
 from experiments import flame_moe
 from moelib.checkpoint.checkpointer import Checkpointer
-from moelib.checkpoint.contents import CheckpointRecord
+from moelib.checkpoint.contents import RunRecord
 from moelib.checkpoint.policy import evenly_spaced_policy
 from moelib.core.config import config_for_function
 from moelib.huggingface.pretrained import load_pretrained
@@ -38,7 +38,7 @@ def test_parameters_are_read(tmp_path, monkeypatch, caplog):
     saver = Checkpointer.default_config().set(dir="runs/a/checkpoints").instantiate(parent=None)
     for step in (500, 1000):
         params = jax.tree.map(lambda x, step=step: x * step, model.params)
-        saver.save({"model": params}, CheckpointRecord(step=step, arrays={}))
+        saver.save({"model": params}, RunRecord(step=step))
     saver.close()
     # --8<-- [start:load]
     loaded = moelib.load_model("runs/a", mesh="fsdp=8", require_tokenizer=False)

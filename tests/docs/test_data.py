@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 
 from moelib.core.errors import ExistingFileError, UserError
-from moelib.data.corpus_tokenizer import corpus_tokenizer
-from moelib.data.describe import describe_batch
-from moelib.data.files import TextFiles
-from moelib.data.input import load_tokenizer
-from moelib.data.json_lines import JsonLines
-from moelib.data.lm_input import LMInput
-from moelib.data.mixture import Mixture
-from moelib.data.packing import DocumentBoundary, Packing
-from moelib.data.prepare import prepare
-from moelib.data.streaming import StreamingInput
-from moelib.data.token_store import TokenStore
-from moelib.data.tokenizer import Tokenizer
+from moelib.data.batches.describe import describe_batch
+from moelib.data.batches.input import load_tokenizer
+from moelib.data.batches.lm_input import LMInput
+from moelib.data.batches.mixture import Mixture
+from moelib.data.batches.packing import DocumentBoundary, Packing
+from moelib.data.batches.streaming import StreamingInput
+from moelib.data.sources.files import TextFiles
+from moelib.data.sources.json_lines import JsonLines
+from moelib.data.tokens.corpus_tokenizer import corpus_tokenizer
+from moelib.data.tokens.prepare import prepare
+from moelib.data.tokens.token_store import TokenStore
+from moelib.data.tokens.tokenizer import Tokenizer
 from moelib.train.evaler import SpmdEvaler
 
 
@@ -71,7 +71,7 @@ def test_a_batch_is_a_function_of_seed_and_step(store):
     print(describe_batch(batch, load_tokenizer(cfg), max_sequences=2))
     print(lm_input.sequences_per_epoch, lm_input.sources[0].num_tokens)
     # --8<-- [end:look]
-    halves = [cfg.instantiate().host_batch(1000, host, 2) for host in range(2)]
+    halves = [cfg.instantiate().batch(1000, rows) for rows in (range(2), range(2, 4))]
     for name in batch:
         np.testing.assert_array_equal(np.concatenate([half[name] for half in halves]), batch[name])
 

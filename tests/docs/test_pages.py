@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib
+import pkgutil
 import re
 import shlex
 
@@ -10,7 +11,8 @@ import pytest
 
 from benchmarks import __main__ as benchmarks
 from benchmarks import study
-from docs.generate import ROOT, commands, pages
+from docs.commands import commands
+from docs.generate import ROOT, pages
 from moelib.cli.main import COMMANDS
 from moelib.runtime.command_line import TRACEBACK, describe_flags, parse_flags
 from tests import tiny
@@ -57,7 +59,7 @@ def test_commands_are_found():
 
 @pytest.mark.parametrize("name", PAGES)
 def test_flags_in_the_text_exist(name):
-    text = re.sub(r"^```.*?^```$", "", PAGES[name].read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^```.*?^```$", "", blocks.text(name), flags=re.MULTILINE | re.DOTALL)
     known = flag_names() | OTHER_FLAGS | {TRACEBACK.lstrip("-")}
     shown = {flag for code in re.findall(r"`([^`]+)`", text) for flag in FLAG.findall(code)}
     assert shown <= known
@@ -66,7 +68,7 @@ def test_flags_in_the_text_exist(name):
 @pytest.mark.parametrize("name", PAGES)
 def test_lines_have_at_most_120_characters(name):
     """Rows of tables and what commands print cannot be broken."""
-    text = PAGES[name].read_text(encoding="utf-8")
+    text = blocks.text(name)
     text = re.sub(r"^```(text|console).*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     lines = [line for line in text.splitlines() if not line.startswith("|")]
     assert [line for line in lines if len(line) > 120] == []
@@ -75,7 +77,8 @@ def test_lines_have_at_most_120_characters(name):
 def test_every_page_is_in_the_navigation():
     nav = (ROOT / "docs/mkdocs.yml").read_text(encoding="utf-8")
     listed = set(re.findall(r"[\w/]+\.md", nav.partition("\nnav:")[2].partition("\n\n")[0]))
-    assert {f"docs/{page}" for page in listed} == PAGES.keys() - {"README.md"}
+    in_docs = {page for page in PAGES if page.startswith("docs/")}
+    assert {f"docs/{page}" for page in listed} == in_docs | {"docs/results.md"}
 
 
 def test_the_shapes_of_a_batch_are_those_of_its_table():
@@ -104,3 +107,10 @@ def test_every_name_on_the_page_is_in_the_code():
     for name in NAMES:
         literals = [part for part in re.split("/|<[a-z]+>", name) if part]
         assert set(literals) <= parts, name
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_modules_and_classes_in_the_text_exist(name):
+    dotted = r"(?<![\w:./])moelib(?:\.\w+)+(?::\w+)?"  # A log line begins with "WARNING:".
+    for found in set(re.findall(dotted, blocks.text(name))):
+        pkgutil.resolve_name(found)

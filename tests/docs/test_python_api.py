@@ -1,6 +1,5 @@
 """The page on the Python API: each region is quoted there, and runs here."""
 
-import dataclasses
 import inspect
 import json
 import pathlib
@@ -19,21 +18,24 @@ from moelib.tasks.fit import FitResult
 from tests.docs import metric_names
 from tests.evaluation import folders
 
-RESULTS = {
-    "fit": [field.name for field in dataclasses.fields(FitResult)],
-    "load_model": [field.name for field in dataclasses.fields(LoadedModel)],
-    "generate": Completion._fields,
-    "evaluate": Result._fields,
-}
+RESULTS = FitResult, LoadedModel, Completion, Result
+FUNCTIONS = sorted({*moelib.__all__} - {"__version__", "Task"})
+PAGE = (ROOT / "docs/python_api.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", sorted({*moelib.__all__} - {"__version__", "Task"}))
-def test_arguments_and_fields_of_results_are_on_the_page(name):
-    page = (ROOT / "docs/python_api.md").read_text(encoding="utf-8")
-    section = page.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
-    arguments = {*inspect.signature(getattr(moelib, name)).parameters} - {"settings"}
-    for each in (*arguments, *RESULTS.get(name, ())):
-        assert f"`{each}`" in section
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_is_on_the_page_and_its_docstring_has_every_argument(name):
+    function = getattr(moelib, name)
+    anchor = f"{function.__module__}.{name}"
+    assert f"[`{name}`](reference/{anchor.split('.')[1]}.md#{anchor})" in PAGE
+    documented = set(re.findall(r"^ +\**(\w+): ", inspect.getdoc(function) or "", re.MULTILINE))
+    assert {*inspect.signature(function).parameters} <= documented
+
+
+@pytest.mark.parametrize("result", RESULTS, ids=lambda each: each.__name__)
+def test_results_are_on_the_page(result):
+    anchor = f"{result.__module__}.{result.__name__}"
+    assert f"[`{result.__name__}`](reference/{anchor.split('.')[1]}.md#{anchor})" in PAGE
 
 
 def test_config():
@@ -45,11 +47,9 @@ def test_config():
 
 
 def test_generate(trainer_dir, capsys):
-    # --8<-- [start:generate]
     model = moelib.load_model(trainer_dir)
     for completion in moelib.generate(model, ["document number"], max_new_tokens=8, seed=1):
         print(completion.text, completion.tokens)
-    # --8<-- [end:generate]
     assert capsys.readouterr().out.endswith("]\n")
 
 

@@ -1,14 +1,16 @@
 """The model on the first page: it trains by the command that is printed below it."""
 
+import re
 import shlex
 import sys
 
 import jax
 import pytest
 
+from docs.generate import ROOT
 from moelib import launch
 from moelib.core.config import config_for_function
-from moelib.data.synthetic import SyntheticInput
+from moelib.data.batches.synthetic import SyntheticInput
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.moe.balance import LoadBalanceLoss
 from moelib.layers.moe.layer import MoELayer
@@ -44,6 +46,13 @@ def named_trainer_configs():
 
 
 # --8<-- [end:model]
+
+
+def test_the_tree_has_every_folder():
+    (tree,) = [each.text for each in blocks.blocks("README.md") if "moelib/\n" in each.text]
+    found = set(re.findall(r"(\w+)/", tree))
+    folders = {path.parent.name for path in (ROOT / "moelib").glob("*/__init__.py")}
+    assert folders | {"cloud", "experiments", "benchmarks", "tests", "docs"} <= found
 
 
 @pytest.fixture

@@ -112,7 +112,6 @@ def test_functions():
 
 def test_replacing():
     cfg = flame_moe.tiny()
-    # --8<-- [start:replace]
     # Every MoE layer becomes a dense layer of width 512.
     dense = FeedForward.default_config().set(hidden_dim=512)
     count = replace_layer_config_recursively(cfg, MoELayer, dense)
@@ -121,7 +120,6 @@ def test_replacing():
     replace_layer_config_recursively(
         cfg, FeedForward, lambda old: old.clone(hidden_dim=2 * old.hidden_dim)
     )
-    # --8<-- [end:replace]
     assert count == 1
     assert cfg.model.decoder.block[0].feed_forward.hidden_dim == 1024
     assert cfg.model.decoder.first_layers[0].feed_forward.hidden_dim == 768

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from moelib import launch
 from moelib.checkpoint.safetensors import TensorFolder, write_tensors
-from moelib.core import config_parse
+from moelib.core import config_text
 from moelib.core.errors import UserError
 from moelib.huggingface.families import read_model
 from moelib.parallel.mesh import parse_mesh
@@ -98,7 +98,7 @@ def read_config_text(rng: random.Random, folder: pathlib.Path) -> None:
     text = (ROOT / "experiments/golden/flame-moe-tiny.txt").read_text()
     lines = text.splitlines()
     text = "\n".join(lines[: rng.randint(1, len(lines))])
-    config_parse.parse(mutated(rng, text), source="config.txt:")
+    config_text.parse(mutated(rng, text), source="config.txt:")
 
 
 def read_tensor_file(rng: random.Random, folder: pathlib.Path) -> None:

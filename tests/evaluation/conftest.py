@@ -1,6 +1,6 @@
 import pytest
 
-from moelib.data.tokenizer import Tokenizer
+from moelib.data.tokens.tokenizer import Tokenizer
 from tests.evaluation import folders
 
 

@@ -21,7 +21,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from moelib.data.tokenizer import Tokenizer
+from moelib.data.tokens.tokenizer import Tokenizer
 from moelib.evaluation.tasks import TASKS
 from tests.evaluation import folders
 from tests.evaluation.bag_lm import bag_log_probs, bag_params

@@ -4,11 +4,11 @@ import jax
 import pytest
 
 from moelib.core.errors import UserError
-from moelib.data.lm_input import InputMode, LMInput
-from moelib.data.prepare import prepare
-from moelib.data.source import InMemorySource
-from moelib.data.synthetic import SyntheticInput
-from moelib.data.token_store import TokenStore
+from moelib.data.batches.lm_input import InputMode, LMInput
+from moelib.data.batches.synthetic import SyntheticInput
+from moelib.data.sources.source import InMemorySource
+from moelib.data.tokens.prepare import prepare
+from moelib.data.tokens.token_store import TokenStore
 from moelib.evaluation.evaler import TaskEvaler
 from moelib.evaluation.evaluations import run_evaluations
 from moelib.evaluation.multiple_choice import task_evaluation

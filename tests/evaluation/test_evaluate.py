@@ -16,11 +16,11 @@ import tokenizers
 
 from moelib.checkpoint.contents import CheckpointRecord
 from moelib.core.errors import UserError
-from moelib.data.lm_input import InputMode, LMInput
-from moelib.data.prepare import prepare
-from moelib.data.source import InMemorySource
-from moelib.data.token_store import TokenStore
-from moelib.data.tokenizer import END_OF_TEXT, Tokenizer
+from moelib.data.batches.lm_input import InputMode, LMInput
+from moelib.data.sources.source import InMemorySource
+from moelib.data.tokens.prepare import prepare
+from moelib.data.tokens.token_store import TokenStore
+from moelib.data.tokens.tokenizer import END_OF_TEXT, Tokenizer
 from moelib.evaluation.evaler import TaskEvaler
 from moelib.evaluation.evaluate import evaluate
 from moelib.evaluation.evaluations import Metric

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from moelib.core.errors import UserError
-from moelib.data.tokenizer import PublishedTokenizer
 from moelib.evaluation.requests import Request, encode_pairs
 from moelib.evaluation.scoring import Scorer
+from moelib.huggingface.published_tokenizer import PublishedTokenizer
 from moelib.runs.loading import LoadedModel
 from tests import tiny
 from tests.evaluation import folders, lm_eval_stub

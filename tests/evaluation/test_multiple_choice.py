@@ -5,7 +5,7 @@ import json
 import pytest
 
 from moelib.core.errors import UserError
-from moelib.data.tokenizer import ByteTokenizer
+from moelib.data.tokens.tokenizer import ByteTokenizer
 from moelib.evaluation.evaluations import run_evaluations
 from moelib.evaluation.multiple_choice import accuracies, prompts, task_evaluation
 from moelib.evaluation.scoring import Score, Scorer

@@ -6,10 +6,11 @@ import math
 import numpy as np
 import pytest
 
-from moelib.data.tokenizer import ByteTokenizer, PublishedTokenizer, Tokenizer
+from moelib.data.tokens.tokenizer import ByteTokenizer, Tokenizer
 from moelib.evaluation.evaluations import run_evaluations
 from moelib.evaluation.perplexity import corpus_evaluation, perplexities, rolling_windows
 from moelib.evaluation.scoring import Score, Scorer
+from moelib.huggingface.published_tokenizer import PublishedTokenizer
 from tests.evaluation import folders
 from tests.evaluation.bag_lm import bag_lm
 

@@ -1,7 +1,8 @@
 """Texts as tokens: where a continuation begins."""
 
-from moelib.data.tokenizer import ByteTokenizer, PublishedTokenizer
+from moelib.data.tokens.tokenizer import ByteTokenizer
 from moelib.evaluation.requests import encode_pairs, encode_texts
+from moelib.huggingface.published_tokenizer import PublishedTokenizer
 from tests.evaluation import folders
 
 

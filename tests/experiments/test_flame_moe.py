@@ -3,7 +3,7 @@
 import pytest
 
 from experiments import flame_moe
-from moelib.core import config_paths
+from moelib.core import config_text
 from moelib.core.config import REQUIRED, RequiredFieldMissingError
 from moelib.models.cost import model_cost
 
@@ -66,7 +66,7 @@ def test_dense_baselines_have_the_size_of_their_name(name, millions):
 )
 def test_an_unset_field_is_named_by_its_path_in_the_config(path, tmp_path):
     cfg = CONFIGS["flame-moe-tiny"]().set(dir=str(tmp_path))
-    config_paths.set_at(cfg, path, REQUIRED)
+    config_text.set_at(cfg, path, REQUIRED)
     with pytest.raises(RequiredFieldMissingError) as error:
         cfg.instantiate(parent=None).trace_train_step()
     assert str(error.value).startswith(f"{path} must be set")

@@ -7,8 +7,8 @@ import jax
 import pytest
 
 from experiments import flame_moe, gpt_oss, open_models, variants
-from moelib.core import config_parse
-from moelib.core.config_paths import sub_configs
+from moelib.core import config_text
+from moelib.core.config_text import sub_configs
 from moelib.parallel.mesh import mesh_shape_from_axes
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -26,7 +26,7 @@ def test_config_is_the_golden_one_and_reads_back(name):
     path = GOLDEN / f"{name}.txt"
     assert path.exists(), "make it with: python -m tests.experiments.test_named_configs"
     assert text == path.read_text()
-    assert config_parse.parse(text) == CONFIGS[name]()
+    assert config_text.parse(text) == CONFIGS[name]()
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -18,7 +18,7 @@ from moelib.checkpoint.contents import CheckpointMismatchError
 from moelib.checkpoint.safetensors import TensorFolder
 from moelib.core.errors import UserError
 from moelib.core.param import is_spec
-from moelib.data.tokenizer import ByteTokenizer, read_tokenizer
+from moelib.data.tokens.tokenizer import ByteTokenizer
 from moelib.huggingface import pretrained
 from moelib.huggingface.families import NoFamilyError, read_model, settings_of
 from moelib.huggingface.pretrained import (
@@ -28,6 +28,7 @@ from moelib.huggingface.pretrained import (
     replaced_parameters,
     save_pretrained,
 )
+from moelib.huggingface.published_tokenizer import read_tokenizer
 from moelib.huggingface.quantized import Dequantized, dequantize, scaled
 from moelib.huggingface.tensors import TensorMismatchError
 from moelib.layers.moe.balance import BalanceScope, LoadBalanceLoss

@@ -28,11 +28,11 @@ from experiments.tasks import causal_lm, lora
 from moelib.core import tree
 from moelib.core.config import config_for_function
 from moelib.core.module import functional
-from moelib.data.lm_input import LMInput
-from moelib.data.prepare import prepare
-from moelib.data.source import InMemorySource
-from moelib.data.token_store import TokenStore
-from moelib.data.tokenizer import train_bpe
+from moelib.data.batches.lm_input import LMInput
+from moelib.data.sources.source import InMemorySource
+from moelib.data.tokens.prepare import prepare
+from moelib.data.tokens.token_store import TokenStore
+from moelib.data.tokens.tokenizer import train_bpe
 from moelib.huggingface.families import read_model
 from moelib.huggingface.pretrained import load_pretrained, read_config, save_pretrained
 from moelib.layers.initializers import normal

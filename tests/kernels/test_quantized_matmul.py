@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from moelib.kernels.backend import kernel_backends
 from moelib.kernels.quantized_matmul import Quantization, quantize, quantized_gmm, quantized_matmul
 from moelib.kernels.quantized_matmul.quantize import _rounded
 from tests.kernels.comparing import assert_close, pulled
@@ -155,6 +156,33 @@ def test_matmuls_are_the_products_of_the_operands_of_the_table(backend, scheme, 
     )
     # Float32 sums of exact products differ by rounding only.
     assert_close(dense(x, weight, grad, backend), want, 1e-6)
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_straight_through_gradients_are_those_of_exact_products(groups):
+    rng = np.random.default_rng(0)
+    x, grad = (rng.standard_normal((2, 13, size)).astype(np.float32) for size in (20, 7))
+    w = rng.standard_normal((2, 20, 7)[0 if groups else 1 :]).astype(np.float32)
+    own = np.stack([emulated(part, (128, 128), FP8) for part in (w if groups else w[None])])
+    rows = np.stack([emulated(part, (1, 128), FP8) for part in x])
+    products = rows.swapaxes(1, 2) @ grad
+    want = rows @ own, grad @ own.swapaxes(1, 2), products if groups else products.sum(0)
+    weight = quantized(w, (128, 128), FP8)
+    assert_close(dense(x, weight, grad, "straight_through"), want, 1e-6)
+
+
+def test_straight_through_gradients_of_experts_are_those_of_exact_products():
+    sizes, rng = np.array([5, 0, 6], np.int32), np.random.default_rng(0)
+    rows, grad = (rng.standard_normal((13, size)).astype(np.float32) for size in (20, 7))
+    w = rng.standard_normal((3, 20, 7)).astype(np.float32)
+    with kernel_backends({"quantized_matmul": "straight_through"}):
+        y, found = grouped(rows, quantized(w, (128, 128), FP8), grad, sizes, None)
+    own, of = [emulated(part, (128, 128), FP8) for part in w], np.repeat(range(3), sizes)
+    rows, grad = emulated(rows, (1, 128), FP8)[:11], grad[:11]
+    assert_close(y[:11], np.stack([rows[i] @ own[g] for i, g in enumerate(of)]), 1e-6)
+    of_rows = np.stack([grad[i] @ own[g].T for i, g in enumerate(of)])
+    of_weights = np.stack([rows[of == g].T @ grad[of == g] for g in range(3)])
+    assert_close((found[0][:11], found[1]), (of_rows, of_weights), 1e-6)
 
 
 def test_dots_of_8_bits_refuse_scales_of_blocks():

@@ -5,7 +5,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from moelib.core import config_parse, tree
+from moelib.core import config_text, tree
 from moelib.core.metrics import weighted
 from moelib.core.param import is_spec
 from moelib.core.precision import cast_floats
@@ -89,7 +89,7 @@ def test_config_reads_back_from_its_text():
     rules = [("emb/.*", UpdateType.NO_UPDATE), (".*/scale", SGD)]
     skip = fn(transforms.skip_bad_steps, drop_norm=5.0)
     cfg = Learner.default_config().set(optimizer=ADAMW, update_rules=rules, skip=skip)
-    assert config_parse.parse(cfg.debug_string()) == cfg
+    assert config_text.parse(cfg.debug_string()) == cfg
 
 
 # Metrics.

@@ -38,7 +38,8 @@ def test_streamed_update_equals_the_update():
 
 
 def test_results_that_share_required_arrays_are_one_group():
-    assert _groups([0b001, 0b010, 0, 0b011, 0b100, 0b100]) == [(0b011, [0, 1, 3]), (0b100, [4, 5])]
+    required = [frozenset(arrays) for arrays in ("a", "b", "", "ab", "c", "c")]
+    assert _groups(required) == [(frozenset("ab"), [0, 1, 3]), (frozenset("c"), [4, 5])]
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

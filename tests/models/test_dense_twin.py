@@ -3,7 +3,7 @@
 import pytest
 
 from experiments import flame_moe
-from moelib.core import config_parse, config_paths
+from moelib.core import config_text
 from moelib.core.errors import UserError
 from moelib.layers.feed_forward import FeedForward
 from moelib.layers.moe.layer import MoELayer
@@ -22,7 +22,7 @@ def my_configs():
 
 
 def has_moe(cfg):
-    return any(isinstance(x, MoELayer.Config) for _, x in config_paths.sub_configs(cfg.model))
+    return any(isinstance(x, MoELayer.Config) for _, x in config_text.sub_configs(cfg.model))
 
 
 MODELS = {name: cfg for name, make in CONFIGS.items() if has_moe(cfg := make())}
@@ -41,9 +41,9 @@ def test_a_twin_has_the_flops_and_no_expert(name):
     )
     assert cost.train_flops_per_token == twin.dense_flops
     assert cost.active_parameters == cost.total_parameters
-    changed = {path for path, *_ in config_paths.diff(cfg, twin.config)}
+    changed = {path for path, *_ in config_text.diff(cfg, twin.config)}
     assert all("feed_forward" in path for path in changed)
-    assert config_parse.parse(twin.config.debug_string()) == twin.config
+    assert config_text.parse(twin.config.debug_string()) == twin.config
 
 
 def test_the_hidden_size_of_the_published_small_model():

@@ -163,7 +163,5 @@ def test_wrong_numbers_are_refused():
         ({"num_depths": 0}, "num_depths=0"),
         ({"loss_weight": -1.0}, "loss_weight=-1.0"),
     ):
-        cfg = dense_config()
-        cfg.multi_token_prediction.set(**fields)
         with pytest.raises(UserError, match=message):
-            cfg.instantiate(parent=None)
+            dense_config().multi_token_prediction.set(**fields)

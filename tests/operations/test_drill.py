@@ -76,9 +76,6 @@ def test_a_broken_promise_is_shown(cfg, tmp_path, starts, losses, statuses):
     found = outcome_of(cfg, tmp_path, KILL, starts, losses, statuses)
     assert not found.is_kept
     assert drill.drill_table([found], 4).rows[0][-1] == "BROKEN"
-    without = found._replace(scenario=KILL._replace(max_lost=None))
-    assert without.is_kept
-    assert drill.drill_table([without], 4).rows[0][-1] == "-"
 
 
 def test_a_run_that_ends_with_an_error_is_started_again_by_hand(cfg, tmp_path):

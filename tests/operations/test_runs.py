@@ -9,7 +9,7 @@ from moelib.operations.curves import RunMetrics
 from moelib.operations.runs import list_runs, runs_table, seconds_left
 from moelib.runs.folder import RunFolder
 from moelib.runs.metrics_file import MetricsReader
-from moelib.runtime.directory_lock import directory_lock
+from moelib.runtime.lock import directory_lock
 
 
 def write_run(path, num=3, *, max_step=30, loss=2.0, config=""):

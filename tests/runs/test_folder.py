@@ -6,8 +6,8 @@ import os
 import pytest
 
 from moelib.runs.folder import EVENTS_FILE, RunFolder
-from moelib.runtime.directory_lock import DirectoryInUseError
-from moelib.runtime.directory_lock import directory_lock as lock
+from moelib.runtime.lock import DirectoryInUseError
+from moelib.runtime.lock import directory_lock as lock
 from moelib.tasks.fit import fit
 from tests import tiny
 
@@ -15,7 +15,7 @@ directory_lock = functools.partial(lock, setting="dir (--trainer_dir)")
 
 
 def test_second_run_in_a_folder_is_refused_and_changes_nothing(tmp_path):
-    unfinished = tmp_path / "checkpoints" / "step_1.orbax-checkpoint-tmp"
+    unfinished = tmp_path / "checkpoints" / "step_00000001"
     unfinished.mkdir(parents=True)
     with (
         directory_lock(str(tmp_path)),

@@ -195,7 +195,8 @@ def test_all_processes_have_the_same_data(which, tmp_path, monkeypatch):
 
 
 def record_of(cfg):
-    return CheckpointRecord(7, {}, config=cfg.debug_string())
+    config = cfg.debug_string()
+    return CheckpointRecord(7, config=config, arrays={}, checksums={}, versions={})
 
 
 def test_the_config_of_a_checkpoint_replaces_a_missing_file(tmp_path):

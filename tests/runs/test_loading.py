@@ -14,7 +14,7 @@ import pytest
 from moelib.checkpoint.contents import CheckpointRecord, DamagedCheckpointError
 from moelib.core import tree, trusted_code
 from moelib.core.errors import UserError
-from moelib.data.mixture import Mixture
+from moelib.data.batches.mixture import Mixture
 from moelib.runs.folder import RunFolder
 from moelib.runs.loading import load_model
 from tests import tiny

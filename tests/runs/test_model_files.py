@@ -7,10 +7,10 @@ import types
 import pytest
 
 from moelib.core.errors import UserError
-from moelib.data.prepare import prepare
-from moelib.data.source import InMemorySource
-from moelib.data.token_store import TokenStore
-from moelib.data.tokenizer import END_OF_TEXT, ByteTokenizer, train_bpe
+from moelib.data.sources.source import InMemorySource
+from moelib.data.tokens.prepare import prepare
+from moelib.data.tokens.token_store import TokenStore
+from moelib.data.tokens.tokenizer import END_OF_TEXT, ByteTokenizer, train_bpe
 from moelib.huggingface.pretrained import FILES
 from moelib.runs.loading import load_model
 from moelib.train import checkpoint_routing, convert

@@ -7,7 +7,7 @@ import traceback
 
 import pytest
 
-from moelib.core import config_parse, config_paths
+from moelib.core import config_text
 from moelib.core.config import Configurable, InvalidConfigValueError, config_class
 from moelib.core.config_types import NonConfigFieldError
 from moelib.core.errors import UserError, masked
@@ -40,15 +40,15 @@ def test_only_value_returns_the_secret(cfg, tmp_path):
 
 def test_texts_and_copies_hold_the_reference(cfg):
     copies = [cfg.clone(), copy.deepcopy(cfg), copy.copy(cfg), cfg.instantiate().config]
-    copies.append(config_parse.parse(cfg.debug_string(), names={f"{__name__}:Client": Client}))
+    copies.append(config_text.parse(cfg.debug_string(), names={f"{__name__}:Client": Client}))
     for other in copies:
         assert other == cfg
         assert type(other.api_key) is Secret
     secret = cfg.api_key
-    line = next(x for x in config_paths.lines(cfg) if x.path == "api_key")
+    line = next(x for x in config_text.lines(cfg) if x.path == "api_key")
     texts = [cfg.debug_string(), repr(cfg), str(cfg.to_flat_dict()), line.text, line.origin]
     texts += [repr(secret), str(secret), f"{secret}", f"{secret!r:>40}", json.dumps(secret)]
-    texts += [str(config_paths.diff(cfg, Client.default_config()))]
+    texts += [str(config_text.diff(cfg, Client.default_config()))]
     assert all(CANARY not in text and "MY_KEY" in text for text in texts if text != line.origin)
 
 
@@ -65,7 +65,7 @@ def test_a_value_that_is_no_reference_is_refused_and_not_shown(cfg, value):
 @pytest.mark.parametrize("value", BAD)
 def test_a_flag_with_a_secret_is_refused_and_not_shown(cfg, value):
     with pytest.raises(InvalidConfigValueError, match=r"--set api_key: .*env:NAME") as error:
-        config_parse.set_from_text(cfg, f"api_key={value}")
+        config_text.set_from_text(cfg, f"api_key={value}")
     assert CANARY not in shown(error.value)
 
 
@@ -73,7 +73,7 @@ def test_a_secret_in_a_container_or_a_config_file_is_refused_and_not_shown(cfg):
     text = cfg.debug_string().replace("'env:MY_KEY'", repr(CANARY))
     attempts = [
         lambda: cfg.set(by_name={"a": CANARY}),
-        lambda: config_parse.parse(text, names={f"{__name__}:Client": Client}),
+        lambda: config_text.parse(text, names={f"{__name__}:Client": Client}),
         lambda: cfg.clone(api_key=CANARY),
     ]
     for attempt in attempts:
@@ -87,7 +87,7 @@ def test_a_secret_in_a_container_or_a_config_file_is_refused_and_not_shown(cfg):
 def test_errors_of_flags_mask_passwords_and_variables_of_secrets(cfg, flag, text):
     text = text.format(CANARY)
     with contextlib.suppress(UserError), not_shown():
-        config_parse.set_from_text(cfg, flag.format(text))
+        config_text.set_from_text(cfg, flag.format(text))
         assert cfg.address == text  # A string that is no URL.
         assert "://" not in text
 

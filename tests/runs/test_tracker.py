@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from moelib.core.config import config_class
-from moelib.core.config_parse import set_from_text
+from moelib.core.config_text import set_from_text
 from moelib.core.errors import UserError
 from moelib.runs.folder import RunFolder
 from moelib.runs.secret import Secret

@@ -7,21 +7,21 @@ import time
 import pytest
 
 from moelib.core.errors import UserError
-from moelib.runtime import lease as lease_module
+from moelib.runtime import lock as lock_module
 from moelib.runtime import storage
-from moelib.runtime.directory_lock import DirectoryInUseError, directory_lock
+from moelib.runtime.lock import DirectoryInUseError, directory_lock
 
 
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch):
-    monkeypatch.setattr(lease_module, "RENEW_SECONDS", 0.1)
-    monkeypatch.setattr(lease_module, "STALE_SECONDS", 1.5)
+    monkeypatch.setattr(lock_module, "RENEW_SECONDS", 0.1)
+    monkeypatch.setattr(lock_module, "STALE_SECONDS", 1.5)
 
 
 @pytest.fixture
 def signals(monkeypatch):
     sent = []
-    monkeypatch.setattr(lease_module.os, "kill", lambda *args: sent.append(args))
+    monkeypatch.setattr(lock_module.os, "kill", lambda *args: sent.append(args))
     return sent
 
 
@@ -56,13 +56,13 @@ def test_a_stale_one_is_taken_over_and_its_holder_stops(s3, signals):
 
 def test_of_two_that_take_over_one_succeeds(s3, monkeypatch):
     storage.write_bytes(f"{s3}/run/.lock-000001", b"process 1 on nowhere")
-    wait = lease_module._wait_until_stale
+    wait = lock_module._wait_until_stale
 
     def wait_and_be_late(directory, number, setting):
         wait(directory, number, setting)
         storage.write_bytes(f"{directory}/.lock-000002", b"process 2 on nowhere")
 
-    monkeypatch.setattr(lease_module, "_wait_until_stale", wait_and_be_late)
+    monkeypatch.setattr(lock_module, "_wait_until_stale", wait_and_be_late)
     with pytest.raises(DirectoryInUseError, match="process 2 on nowhere"), lock(f"{s3}/run"):
         pass
 

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import moelib
-from moelib.core import config_parse
+from moelib.core import config_text
 from moelib.core.config import config_for_function
 from moelib.core.errors import UserError
 from moelib.core.module import functional
@@ -391,7 +391,7 @@ def test_config_of_a_task_reads_back_and_trains(tmp_path):
         batch_size=8,
         max_step=1,
     )
-    again = config_parse.parse(cfg.debug_string(), trusted=True)
+    again = config_text.parse(cfg.debug_string(), trusted=True)
     assert again == cfg
     found = moelib.fit(again, trainer_dir=tmp_path).metrics["loss"]
     plain = fit(make_task(), tmp_path / "plain", make_examples(16), batch_size=8, max_step=1)

@@ -5,9 +5,9 @@ import json
 import os
 import signal
 
-from moelib.data.input import check_state
-from moelib.data.lm_input import LMInputIterator
-from moelib.data.synthetic import SyntheticInput
+from moelib.data.batches.input import check_rows, check_state
+from moelib.data.batches.lm_input import LMInputIterator
+from moelib.data.batches.synthetic import SyntheticInput
 from moelib.launch import DeviceFlags
 from moelib.train.routing_log import RoutingEvaler
 from moelib.train.watchers.bad_steps import BadSteps
@@ -17,13 +17,13 @@ from tests.tiny import model_config, trainer_config
 class HostInput(SyntheticInput):
     """An input with positions of one host each, like a streaming input."""
 
-    def iterator(self, host_index=0, num_hosts=1):
-        return _HostIterator(self, host_index, num_hosts)
+    def iterator(self, rows=None):
+        return _HostIterator(self, check_rows(rows, self.config.global_batch_size))
 
 
 class _HostIterator(LMInputIterator):
     def state(self):
-        return {"step": self.step, "input": {**self._input.identity, "host": list(self._host)}}
+        return {"step": self.step, "input": {**self._input.identity, "rows": str(self._rows)}}
 
     def restore(self, state):
         check_state(state, self.state()["input"])

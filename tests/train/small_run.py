@@ -2,11 +2,11 @@
 
 import json
 
-from moelib.data.lm_input import LMInput
-from moelib.data.prepare import prepare
-from moelib.data.source import InMemorySource
-from moelib.data.token_store import TokenStore
-from moelib.data.tokenizer import END_OF_TEXT, Tokenizer, train_bpe
+from moelib.data.batches.lm_input import LMInput
+from moelib.data.sources.source import InMemorySource
+from moelib.data.tokens.prepare import prepare
+from moelib.data.tokens.token_store import TokenStore
+from moelib.data.tokens.tokenizer import END_OF_TEXT, Tokenizer, train_bpe
 from moelib.huggingface.pretrained import save_pretrained
 from tests import tiny
 

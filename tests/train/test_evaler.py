@@ -8,12 +8,12 @@ import optax
 import pytest
 
 from moelib.core.module import functional
-from moelib.data.input import PADDING_LABEL
-from moelib.data.lm_input import InputMode, LMInput
-from moelib.data.mixture import Mixture
-from moelib.data.packing import Packing
-from moelib.data.synthetic import SyntheticTokens
-from moelib.data.token_store import TokenStore
+from moelib.data.batches.input import PADDING_LABEL
+from moelib.data.batches.lm_input import InputMode, LMInput
+from moelib.data.batches.mixture import Mixture
+from moelib.data.batches.packing import Packing
+from moelib.data.batches.synthetic import SyntheticTokens
+from moelib.data.tokens.token_store import TokenStore
 from moelib.train.evaler import SpmdEvaler
 from tests import tiny
 

@@ -82,7 +82,7 @@ def test_an_error_of_the_input_is_raised_and_the_run_closed(tmp_path, monkeypatc
     cfg = tiny.trainer_config(tmp_path)
     trainer = cfg.instantiate(parent=None)
     monkeypatch.setattr(
-        type(trainer.input), "host_batch", lambda *args: (_ for _ in ()).throw(OSError("gone"))
+        type(trainer.input), "batch", lambda *args: (_ for _ in ()).throw(OSError("gone"))
     )
     with pytest.raises(OSError, match="gone"):
         trainer.run()
@@ -98,15 +98,15 @@ def test_the_watchdog_knows_that_the_loop_waits_for_data(tmp_path, monkeypatch):
                 causes.append(value)
 
     monkeypatch.setattr("moelib.train.loop.Activity", Watched)
-    seen, host_batch = [], type(tiny.input_config().instantiate()).host_batch
+    seen, batch_of = [], type(tiny.input_config().instantiate()).batch
     trainer = tiny.trainer_config(tmp_path, max_step=2, evaler=False).instantiate(parent=None)
     trainer.input.reads_parameters = True  # Batches are made while the loop waits.
 
     def batch(*args):
         seen.append(causes[-1])
-        return host_batch(*args)
+        return batch_of(*args)
 
-    monkeypatch.setattr(type(trainer.input), "host_batch", batch)
+    monkeypatch.setattr(type(trainer.input), "batch", batch)
     trainer.run()
     assert set(seen) == {", as the input of this process has no batch"}
     assert causes[-1] == ""

@@ -8,14 +8,15 @@ import pytest
 from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.checkpoint.restore import restore_arrays
 from moelib.core.errors import UserError
-from moelib.data.prepare import prepare
-from moelib.data.source import InMemorySource
-from moelib.data.token_store import TokenStore
+from moelib.data.sources.source import InMemorySource
+from moelib.data.tokens.prepare import prepare
+from moelib.data.tokens.token_store import TokenStore
 from moelib.runs.folder import RunFolder
 from moelib.runs.loading import load_model
-from moelib.runtime import lease, storage
-from moelib.runtime.directory_lock import DirectoryInUseError, directory_lock
+from moelib.runtime import lock as lock_module
+from moelib.runtime import storage
 from moelib.runtime.files import read_text
+from moelib.runtime.lock import DirectoryInUseError, directory_lock
 from moelib.train.convert import from_hugging_face, to_hugging_face
 from tests import tiny
 from tests.train import small_run
@@ -67,7 +68,7 @@ def test_a_resumed_run_equals_an_unbroken_local_one(s3, tmp_path):
 
 
 def test_a_second_trainer_is_refused(s3, monkeypatch):
-    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.1)
+    monkeypatch.setattr(lock_module, "RENEW_SECONDS", 0.1)
     with (
         directory_lock(f"{s3}/run", setting="dir"),
         pytest.raises(
@@ -136,7 +137,7 @@ def test_damage_of_a_store_at_a_url_is_found(s3, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_process_is_resumed_with_the_same_losses(s3, tmp_path, monkeypatch):
-    monkeypatch.setattr(lease, "STALE_SECONDS", 2.0)
+    monkeypatch.setattr(lock_module, "STALE_SECONDS", 2.0)
     finish(start(f"{s3}/run", "--signal_at", 6, "--signal", "SIGKILL"), code=-9)
     assert storage.list_names(f"{s3}/run/checkpoints") == ["step_00000004"]
     assert storage.exists(f"{s3}/run/.lock-000001")

@@ -8,8 +8,8 @@ import pytest
 
 from moelib.core import tree
 from moelib.core.config import config_for_function
-from moelib.data.input import batch_spec
-from moelib.data.prefetch import row_sharding
+from moelib.data.batches.input import batch_spec
+from moelib.data.batches.prefetch import row_sharding
 from moelib.learner import offload
 from moelib.learner.optimizers import adafactor_optimizer
 from moelib.learner.transforms import chain, clip_by_global_norm, global_norm, skip_bad_steps
@@ -29,12 +29,13 @@ def kinds(state):
 
 
 def assert_same(a, b):
-    """Up to how a CPU fuses products and sums: of some meshes the last bit differs."""
+    """Up to how a CPU fuses products and sums: of some meshes the last bit of a term differs."""
     a, b = dict(tree.flatten_items(a)), dict(tree.flatten_items(b))
     assert a.keys() == b.keys()
     for path in a:
         x, y = np.asarray(a[path]), np.asarray(b[path])
-        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-8, err_msg=path)
+        largest = np.max(np.abs(y), initial=0.0)  # Small elements are differences of such terms.
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=3e-7 * largest, err_msg=path)
 
 
 def with_everything(directory, **mesh):

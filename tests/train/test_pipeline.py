@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from moelib.core import config_parse, tree
+from moelib.core import config_text, tree
 from moelib.core.config import config_class, config_for_function
 from moelib.core.errors import UserError
 from moelib.layers.base import BaseLayer
@@ -266,7 +266,7 @@ def test_models_that_cannot_be_cut_are_refused():
     cfg = model_config(stacked(layer, num_layers=2))
     with pytest.raises(UserError, match="ALL_LAYERS, but the layers of a pipeline") as error:
         stack_of(cfg.instantiate(parent=None))
-    config_parse.set_from_text(cfg, f"{str(error.value).split()[0]}=SEQUENCE")
+    config_text.set_from_text(cfg, f"{str(error.value).split()[0]}=SEQUENCE")
     stack_of(cfg.instantiate(parent=None))
 
 

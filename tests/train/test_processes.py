@@ -9,9 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from moelib.data.prepare import prepare
-from moelib.data.source import InMemorySource
-from moelib.data.tokenizer import train_bpe
+from moelib.checkpoint.contents import list_checkpoints
+from moelib.data.sources.source import InMemorySource
+from moelib.data.tokens.prepare import prepare
+from moelib.data.tokens.tokenizer import train_bpe
 from moelib.runs.folder import RunFolder
 from moelib.runs.routing_file import RoutingLog, log_folder
 from moelib.train.watchers.bad_steps import BAD_STEP, SUSPECTED
@@ -62,7 +63,7 @@ def test_run_stopped_by_sigterm_saves_and_resumes_with_the_same_losses(tmp_path,
 
 def test_killed_run_resumes_from_its_last_checkpoint(tmp_path, expected):
     finish(start(tmp_path, "--signal_at", 6, "--signal", "SIGKILL"), code=-9)
-    assert "step_00000004" in os.listdir(tmp_path / "checkpoints")
+    assert 4 in list_checkpoints(tmp_path / "checkpoints")
     tiny.trainer_config(tmp_path).instantiate(parent=None).run()
     assert tiny.losses(tmp_path) == expected
 
@@ -75,10 +76,7 @@ def test_killed_processes_resume_from_local_checkpoints(tmp_path, expected, num_
     for process in start_two(tmp_path / "run", *args, *killed):
         process.communicate(timeout=120)
     [folder] = (tmp_path / "local").iterdir()
-    found = [
-        {int(path.name[5:]) for path in each.glob("step_????????")} for each in folder.iterdir()
-    ]
-    *older, step = sorted(set.intersection(*found))
+    *older, step = sorted(set.intersection(*(set(list_checkpoints(x)) for x in folder.iterdir())))
     assert step in (4, 6)  # The last one may be incomplete.
     if flips:  # A bit, in the replicas of one process.
         file = folder / f"process_0001/step_{step:08d}/shards.bin"

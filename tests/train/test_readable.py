@@ -15,7 +15,7 @@ import pytest
 
 from moelib.checkpoint.contents import list_checkpoints
 from moelib.core.config import config_for_function
-from moelib.core.config_parse import parse
+from moelib.core.config_text import parse
 from moelib.core.errors import UserError
 from moelib.core.param import ParameterSpec
 from moelib.learner.optimizers import adamw_optimizer
@@ -98,7 +98,7 @@ def specs_of(cfg: Any) -> Any:
             key: [Kind.A]
             for key in ("", "#", "a.b: c", "é\u200b", "\ud800", "a\x00", "0", 0, "'\"\\")
         },
-        [Kind.B, jnp.bfloat16, jnp.dtype("bfloat16"), Base.make, optax.adamw, jax.nn.gelu],
+        [Kind.B, jnp.bfloat16, Base.make, optax.adamw, jax.nn.gelu],
         {"a": {"b": (config_for_function(plain),)}},
     ],
 )

@@ -11,10 +11,10 @@ from moelib.core.config import (
     config_class,
     config_for_function,
 )
-from moelib.core.config_parse import set_from_text
+from moelib.core.config_text import set_from_text
 from moelib.core.errors import UserError
-from moelib.data.input import Input
-from moelib.data.synthetic import SyntheticInput
+from moelib.data.batches.input import Input
+from moelib.data.batches.synthetic import SyntheticInput
 from moelib.learner.schedules import cosine
 from moelib.models.causal_lm import CausalLM
 from moelib.parallel.pipeline.schedule import Schedule
@@ -43,10 +43,6 @@ def test_valid_config_is_unchanged(cfg):
 
 
 REFUSED = [
-    ("max_step=0", "max_step is 0"),
-    ("log_every_n_steps=0", "log_every_n_steps is 0"),
-    ("num_microbatches=0", "num_microbatches is 0"),
-    ("num_microbatches=-1", "num_microbatches is -1"),
     ("num_microbatches=3", r"global_batch_size.*8.*num_microbatches, 3"),
     ("train_dtype=int32", "train_dtype is int32"),
     ("train_dtype=float8_e4m3fn", "train_dtype is float8_e4m3fn"),
@@ -69,6 +65,12 @@ def test_settings_that_no_run_can_have_are_refused(cfg, change, names):
     set_from_text(cfg, change)
     with pytest.raises((UserError, RequiredFieldMissingError), match=names):
         check_config(cfg)
+
+
+@pytest.mark.parametrize("name", ["max_step", "log_every_n_steps", "num_microbatches"])
+def test_numbers_below_1_are_refused_when_they_are_set(cfg, name):
+    with pytest.raises(UserError, match=f"{name}=0: .*int >= 1"):
+        set_from_text(cfg, f"{name}=0")
 
 
 @pytest.mark.parametrize("path", ["input", "evalers.val.input"])

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from moelib.core.param import is_spec
-from moelib.data.prefetch import HostRows
 from moelib.parallel import sharding
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.runs import input_state
@@ -56,29 +55,29 @@ def test_sequence_that_does_not_divide_is_refused():
 
 
 def gather(monkeypatch, states):
-    """Returns what process 0 saves of all states, [(share, state)]."""
+    """Returns what process 0 saves of all states, [(name of the rows, state)]."""
     monkeypatch.setattr(input_state, "gather_json", lambda mine: list(map(list, states)))
-    num_hosts = 1 + max(share for share, _ in states)
-    return gather_input_state(states[0][1], HostRows(states[0][0], num_hosts))
+    start, stop = map(int, states[0][0].split(":"))
+    return gather_input_state(states[0][1], range(start, stop))
 
 
-def test_each_share_restores_its_own_position(monkeypatch):
+def test_each_host_restores_its_own_position(monkeypatch):
     states = [{"step": 3, "buffer": "a" * n} for n in (5, 0)]
-    saved = gather(monkeypatch, [(1, states[1]), (0, states[0]), (1, states[1])])
-    assert saved == {"hosts": states}
+    saved = gather(monkeypatch, [("4:8", states[1]), ("0:4", states[0]), ("4:8", states[1])])
+    assert saved == {"hosts": {"4:8": states[1], "0:4": states[0]}}
     assert json.loads(json.dumps(saved)) == saved
     for share in (0, 1):
-        assert input_state_of(saved, HostRows(share, 2)) == states[share]
+        assert input_state_of(saved, range(4 * share, 4 * share + 4)) == states[share]
 
 
 @pytest.mark.parametrize("state", [None, {"step": 3, "input": {"seed": 0}}])
 def test_equal_positions_are_saved_once_for_any_number_of_hosts(monkeypatch, state):
-    saved = gather(monkeypatch, [(0, state), (1, state)])
+    saved = gather(monkeypatch, [("0:4", state), ("4:8", state)])
     assert saved == state
-    assert input_state_of(saved, HostRows(2, 3)) == state
+    assert input_state_of(saved, range(2, 3)) == state
 
 
 def test_another_number_of_hosts_is_refused():
-    saved = {"hosts": [{"step": 1}, {"step": 2}]}
-    with pytest.raises(ValueError, match=r"2 hosts.*4 now"):
-        input_state_of(saved, HostRows(0, 4))
+    saved = {"hosts": {"0:4": {"step": 1}, "4:8": {"step": 2}}}
+    with pytest.raises(ValueError, match=r"2 hosts.*0:4, 4:8.*0:2"):
+        input_state_of(saved, range(2))

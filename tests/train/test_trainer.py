@@ -17,12 +17,13 @@ from experiments import flame_moe
 from moelib.checkpoint.checkpointer import CheckpointSaveError
 from moelib.checkpoint.contents import CheckpointMismatchError, CheckpointRecord
 from moelib.checkpoint.restore import restore_params_only
+from moelib.checkpoint.writers import DiskWriter
 from moelib.core import tree
 from moelib.core.config import config_for_function
-from moelib.core.config_parse import parse, set_from_text
+from moelib.core.config_text import parse, set_from_text
 from moelib.core.errors import UserError
-from moelib.data.lm_input import LMInput
-from moelib.data.token_source import InMemoryTokens
+from moelib.data.batches.lm_input import LMInput
+from moelib.data.tokens.token_source import InMemoryTokens
 from moelib.learner.transforms import chain
 from moelib.operations.runs import list_runs
 from moelib.parallel.mesh import HybridMeshShape, mesh_shape_from_axes
@@ -203,8 +204,8 @@ def test_nan_in_the_step_to_be_saved_is_never_saved(tmp_path):
 
 def test_full_disk_does_not_stop_training(unbroken, tmp_path, caplog, monkeypatch):
     trainer = tiny.trainer_config(tmp_path, evaler=False).instantiate(parent=None)
-    orbax = trainer.checkpointer._checkpointer()
-    monkeypatch.setattr(orbax, "save", _full_disk)
+    trainer.checkpointer._writer = DiskWriter()  # The next save has another one.
+    monkeypatch.setattr(trainer.checkpointer._writer, "start", _full_disk)
     assert trainer.run()["step"] == 8
     assert "NO CHECKPOINT of step 4" in caplog.text
     assert os.listdir(tmp_path / "checkpoints") == ["step_00000008"]
@@ -213,7 +214,7 @@ def test_full_disk_does_not_stop_training(unbroken, tmp_path, caplog, monkeypatc
 
 def test_last_checkpoint_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
     trainer = tiny.trainer_config(tmp_path, max_step=3, evaler=False).instantiate(parent=None)
-    monkeypatch.setattr(trainer.checkpointer._checkpointer(), "save", _full_disk)
+    monkeypatch.setattr(DiskWriter, "start", _full_disk)
     with pytest.raises(CheckpointSaveError, match="step 3"):
         trainer.run()
 

@@ -15,6 +15,11 @@ from moelib.train.trainer import SpmdTrainer
 from moelib.train.watchers.bad_steps import BadSteps
 
 
+def half(x: int) -> float:
+    """Returns a function's result, whose type its config knows."""
+    return x / 2
+
+
 class Ffn(BaseLayer):
     """A layer of a user's own."""
 
@@ -41,5 +46,6 @@ assert_type(Ffn.Config(act="gelu").act, str)
 assert_type(CausalLM.default_config().set(vocab_size=8).vocab_size, int)
 trainer = SpmdTrainer.default_config().set(max_step=10, watchers={"bad": BadSteps.default_config()})
 assert_type(trainer.checkpointer, Checkpointer.Config | None)
+assert_type(config_for_function(half).set(x=3).instantiate(), float)
 assert_type(moelib.fit(trainer, trainer_dir="runs/a").step, int)
 cfg.inner.clone(hidden_dim=3)  # A field for any layer takes the fields of every layer.

@@ -168,7 +168,7 @@ class BrokenRule(ConfigModifier):
 class OneRanksExperts(Checkpointer):
     """Writes the experts of the first device for all."""
 
-    def save(self, state: Any, record: Any) -> None:
+    def save(self, state: Any, run: Any) -> None:
         def first(path: str, x: Any) -> Any:
             if "/experts/" not in path:
                 return x
@@ -177,7 +177,7 @@ class OneRanksExperts(Checkpointer):
             return jax.device_put(np.tile(part, copies), x.sharding)
 
         named = lambda path, x: first(tree.path_string(path), x)
-        super().save(jax.tree_util.tree_map_with_path(named, state), record)
+        super().save(jax.tree_util.tree_map_with_path(named, state), run)
 
 
 def moments_that_a_mesh_forgets(patch: Any) -> None:

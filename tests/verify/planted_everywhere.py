@@ -1,8 +1,7 @@
 """Bugs that are wrong on one device too: each replaces one function of moelib.
 
 Letters are those of the groups of checks: a references of layers, b gradients, c the same step in
-another form, d the learner, e data, f initial values, casts and checkpoints, g kernels of other
-platforms, h state that layers update themselves.
+another form, d the learner, e data, f casts and checkpoints.
 """
 
 import dataclasses
@@ -16,12 +15,12 @@ from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.core import context, precision, tree
 from moelib.core.config import config_for_function
 from moelib.core.param import Cast
-from moelib.data import lm_input, mixture, packing
-from moelib.data.prefetch import Prefetcher
+from moelib.data.batches import lm_input, mixture, packing
+from moelib.data.batches.prefetch import Prefetcher
 from moelib.layers import initializers, norm, transformer
 from moelib.layers.attention.latent import LatentAttention
 from moelib.layers.feed_forward import FeedForward
-from moelib.layers.moe import balance, dispatch
+from moelib.layers.moe import dispatch
 from moelib.layers.moe import layer as moe_layer
 from moelib.layers.moe.balance import BalanceScope, BiasBalancing, LoadBalanceLoss, RouterZLoss
 from moelib.layers.moe.dispatch import Dispatcher, SortedDispatcher
@@ -184,19 +183,19 @@ def positions_of_the_sequence(known, batch, rows, *rest):
     batch["positions"][rows] = np.arange(batch["positions"].shape[1])
 
 
-@replaces(lm_input._PackedSource, "fill", "data")
+@replaces(lm_input._PackedSource, "fill")
 def second_epoch_repeats_its_first_sequence(known, self, numbers, *rest):
     n = self.num_sequences
     known(self, np.where(numbers >= n, n + (numbers - n) // 2 * 2 % n, numbers), *rest)
 
 
-@replaces(lm_input, "make_plan", "data")
+@replaces(lm_input, "make_plan")
 def epochs_in_the_same_order(known, *args):
     *args, seeds = args
     return known(*args, (seeds[0], 0))
 
 
-@replaces(lm_input, "make_plan", "data")
+@replaces(lm_input, "make_plan")
 def seed_without_effect(known, *args):
     *args, seeds = args
     return known(*args, (7, seeds[1]))
@@ -243,7 +242,7 @@ def position_ahead_of_the_step(known, self):
     return self._batches.state()
 
 
-# -- f: initial values, casts, checkpoints ---------------------------------------------------------
+# -- f: casts, checkpoints -------------------------------------------------------------------------
 
 
 @replaces(precision.CastAtUse, "cast", "derivatives")
@@ -266,6 +265,12 @@ def cast_parameters_twice(known, params, specs, dtype, values):
         rounded = lambda path, x: x if path in values else jax.lax.reduce_precision(x, 8, 7)
         params = tree.map_by_path(rounded, params)
     return known(params, specs, dtype, values)
+
+
+@replaces(norm.RMSNorm, "_scaled", "bfloat16")
+def scale_without_gradient_in_bfloat16(known, self, x):
+    scale = known(self, x)
+    return jax.lax.stop_gradient(scale) if x.dtype == jnp.bfloat16 else scale
 
 
 @replaces(Router, "_create_layer_parameter_specs", "bfloat16")
@@ -304,41 +309,6 @@ def checkpoint_with_two_layers_swapped(known, self, state, record):
     swap = lambda x: x[::-1] if x.ndim > 1 and x.shape[0] == 2 else x
     swapped = lambda x: jax.device_put(swap(x), x.sharding)
     known(self, state._replace(model=jax.tree.map(swapped, state.model)), record)
-
-
-# -- g: kernels of other platforms -----------------------------------------------------------------
-
-
-# -- h: state that layers update themselves --------------------------------------------------------
-
-
-@replaces(BiasBalancing, "_end_step", "balanced")
-def bias_that_rises_with_the_load(known, self, params):
-    new = known(self, params)
-    return {**new, "bias": 2 * params["bias"] - new["bias"]}
-
-
-@replaces(BiasBalancing, "_end_step", "balanced")
-def bias_that_stays(known, self, params):
-    return {**known(self, params), "bias": params["bias"]}
-
-
-@replaces(BiasBalancing, "_end_step", "balanced")
-def bias_of_ten_times_the_rate(known, self, params):
-    new = known(self, params)
-    return {**new, "bias": params["bias"] + 10 * (new["bias"] - params["bias"])}
-
-
-@replaces(BiasBalancing, "_end_step", "balanced")
-def bias_of_two_experts_only(known, self, params):
-    x, new = params["counts"], known(self, params)
-    ends = (x == x.max(-1, keepdims=True)) | (x == x.min(-1, keepdims=True))
-    return {**new, "bias": new["bias"] * ends}
-
-
-@replaces(balance.LoadCounter, "add_state_update", "balanced")
-def bias_by_the_last_microbatch(known, self, name, value):
-    known(self, name, value - self.parameters[name])
 
 
 BUGS = [each for each in list(globals().values()) if isinstance(each, Bug) and each.expected]

@@ -31,10 +31,11 @@ def test_a_program_is_computed_in_float64():
     want = jax.jit(program)(x, 2)
     run = in_float64(program, x, 2)
     with jax.enable_x64(True):
-        got = run(np.float64(x), np.int32(2))
+        got, margins = run(np.float64(x), np.int32(2))
         step = 1e-7
-        moved = run(np.float64(x) + step, np.int32(2))
-        back = run(np.float64(x) - step, np.int32(2))
+        moved, _ = run(np.float64(x) + step, np.int32(2))
+        back, _ = run(np.float64(x) - step, np.int32(2))
+    assert margins == {}
     assert [leaf.dtype for leaf in got] == [np.float64, np.float64, np.int32]
     for a, b in zip(want, got, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
@@ -44,4 +45,22 @@ def test_a_program_is_computed_in_float64():
 def test_float64_has_more_digits():
     run = in_float64(lambda x: (x + 1e8) - 1e8, np.float32(1.25))
     with jax.enable_x64(True):
-        assert float(run(np.float64(1.25))) == 1.25
+        assert float(run(np.float64(1.25))[0]) == 1.25
+
+
+def test_the_margin_of_a_choice_is_known_by_scope():
+    """The last entry that is chosen and the next one: 3 and 2.5, and 8 and 8 - 1e-9."""
+
+    def route(x):
+        with jax.named_scope("router"):
+            return jax.checkpoint(lambda x: lax.top_k(x, 2)[1])(x)
+
+    x = np.array([[1, 4, 3, 2.5], [9, 8, 0, 0]], np.float32)
+    run = in_float64(route, x)
+    moved = np.float64(x)
+    moved[1, 2] = 8 - 1e-9
+    with jax.enable_x64(True):
+        (_, wide), (_, close) = run(np.float64(x)), run(moved)
+        assert list(wide) == ["router"]
+        assert float(wide["router"]) == 0.125
+    np.testing.assert_allclose(close["router"], 1e-9 / 9, rtol=1e-6)

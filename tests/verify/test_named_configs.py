@@ -8,7 +8,7 @@ import pytest
 
 from experiments import flame_moe, gpt_oss, open_models
 from moelib.checkpoint.checkpointer import Checkpointer
-from moelib.core import config_parse, config_paths
+from moelib.core import config_text
 from moelib.layers.quantization import Quantization
 from moelib.layers.transformer import ScanStack
 from moelib.parallel.mesh import describe_mesh
@@ -34,7 +34,7 @@ OF_ONE_DEVICE = [*run.SINGLE_DEVICE_CHECKS, *run.EARLY_CHECKS, "bfloat16"]
 @functools.cache
 def failures(text: str) -> list[str]:
     """Returns what is found in a small config, given as text."""
-    cfg = config_parse.parse(text)
+    cfg = config_text.parse(text)
     found = outcomes(cfg, *meshes_to_check(cfg, 8), num_devices=8)
     jax.clear_caches()  # Else each config leaves some 700 MiB of traces and programs.
     tried = {each.mesh for each in found if each.status is Status.PASSED}
@@ -47,13 +47,13 @@ def failures(text: str) -> list[str]:
 def test_a_named_config_computes_the_same_on_every_mesh(name):
     small, _ = shrink(CONFIGS[name](), 8)
     small.set(checkpointer=Checkpointer.default_config())  # When to save is all that differs.
-    assert failures(config_paths.to_text(small)) == []
+    assert failures(config_text.to_text(small)) == []
 
 
 @functools.cache
 def failures_on(meshes: str, text: str) -> list[str]:
     """Returns what is found in a small config, given as text, on some meshes."""
-    cfg = config_parse.parse(text)
+    cfg = config_text.parse(text)
     axes = meshes_to_check(cfg, 8, meshes)
     with tempfile.TemporaryDirectory() as folder:
         found = list(run.run_checks(cfg, axes, jax.devices(), folder, without=OF_ONE_DEVICE))
@@ -71,7 +71,7 @@ def test_a_named_config_computes_the_same_in_a_pipeline(name):
         pytest.skip("its layers are no ScanStack")
     small, _ = shrink(cfg.set(pipeline_schedule=Schedule.DUALPIPE_V), 8)
     small.set(checkpointer=Checkpointer.default_config())
-    assert failures_on(PIPELINES, config_paths.to_text(small)) == []
+    assert failures_on(PIPELINES, config_text.to_text(small)) == []
 
 
 @pytest.mark.slow
@@ -81,4 +81,4 @@ def test_a_named_config_computes_the_same_in_fp8(name):
     cfg.model.quantization = Quantization.FP8_BLOCK
     small, _ = shrink(cfg, 8)
     small.set(checkpointer=Checkpointer.default_config())
-    assert failures_on(IN_FP8, config_paths.to_text(small)) == []
+    assert failures_on(IN_FP8, config_text.to_text(small)) == []

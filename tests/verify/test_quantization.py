@@ -6,6 +6,7 @@ import pytest
 
 from moelib.core.param import is_spec, specs_by_path
 from moelib.layers.quantization import Quantization
+from moelib.train.state import TrainerState
 from moelib.verify.compare import Difference
 from moelib.verify.mesh_checks import MeshRun
 from moelib.verify.outcome import CheckFailedError, CheckSkippedError
@@ -39,7 +40,10 @@ def mesh_run(tmp_path, scheme, factor, **metrics):
     want = Observed(None, {"loss": 2.0, "objective": 2.0, "entropy": 1.0}, gradients, {}, {})
     scaled = jax.tree.map(lambda x: x * np.float32(factor), gradients)
     got = want._replace(gradients=scaled, metrics=want.metrics | metrics)
-    run = MeshRun(Reference(None, None, (batch,), (want,), False, Plain(trainer)), None)
+    start = TrainerState(0, None, gradients, None)
+    on_one = lambda state, batch, gradients: want
+    known = Reference(on_one, start, (batch,), (want,), False, Plain(trainer))
+    run = MeshRun(known, lambda state, batch, gradients: got)
     run.__dict__["_steps"] = [got]
     return run
 

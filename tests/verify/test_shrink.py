@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from experiments import flame_moe, gpt_oss, open_models
-from moelib.core.config_paths import sub_configs
+from moelib.core.config_text import sub_configs
 from moelib.core.param import is_spec, specs_by_path
-from moelib.data.packing import LongDocuments
+from moelib.data.batches.packing import LongDocuments
 from moelib.huggingface.families import settings_of
 from moelib.learner.moments import MomentFormat
 from moelib.parallel.sharding import DEFAULT_RULES

@@ -11,7 +11,6 @@ from moelib.train.trainer import SpmdTrainer
 from moelib.verify.meshes import Axes
 from moelib.verify.outcome import Outcome
 from moelib.verify.run import run_checks
-from moelib.verify.single_device import THOROUGH_CHECKS
 from tests.tiny import model_config, plain_moe, stacked, trainer_config, transformer_layer
 
 
@@ -29,9 +28,7 @@ def tiny(**layer_fields: Any) -> SpmdTrainer.Config:
 def outcomes(cfg: SpmdTrainer.Config, *axes: Axes, num_devices: int = 4) -> list[Outcome]:
     """Returns the outcomes of the checks on one device and these meshes."""
     with tempfile.TemporaryDirectory() as folder:
-        return list(
-            run_checks(cfg, axes, jax.devices()[:num_devices], folder, without=THOROUGH_CHECKS)
-        )
+        return list(run_checks(cfg, axes, jax.devices()[:num_devices], folder))
 
 
 def moe(layer: type) -> dict:

@@ -71,8 +71,8 @@ def quantized_matmul(
             and again in the backward pass. None leaves both to the compiler.
         backend: "xla" multiplies the exact values in the dtype of x; "float8" multiplies 8-bit
             operands of schemes with one scale per array, and is their default on devices with such
-            units; "reference" multiplies in float32. None takes the one that
-            `moelib.kernels.backend` names.
+            units; "reference" multiplies in float32; "straight_through" does, too, and quantizes no
+            gradients, for comparison. None takes the one that `moelib.kernels.backend` names.
 
     Raises:
         UserError: If `backend` is "float8" and the scheme has a scale per block.
@@ -84,6 +84,8 @@ def quantized_matmul(
         in_one = not weight.scheme.format.in_blocks
         backend = "float8" if native and in_one else "xla"
     x, weight, gradient_of = align(x, weight, gradient_of.astype(x.dtype))
+    if backend == "straight_through":
+        return reference.straight_through(x, weight, gradient_of)
     return _dense(_Dense(backend, weight.values.ndim == 3, split), x, weight, gradient_of)
 
 
@@ -97,9 +99,12 @@ def quantized_gmm(
 ) -> Float[Array, "m n"]:
     """Returns `gmm(rows, w, group_sizes)`, both quantized by the scheme of the weight [g, k, n].
 
-    `backend` is one of those of `gmm`.
+    `backend` is one of those of `gmm`, unless that of `quantized_matmul` is "straight_through".
     """
     given = align(rows, weight, gradient_of.astype(rows.dtype), group_sizes)
+    if backends.chosen_backend("quantized_matmul") == "straight_through":
+        rows, *others = given
+        return reference.straight_through(_of_groups(rows, group_sizes), *others)
     return _grouped(backend, *given)
 
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class
+from moelib.core.config_types import PositiveFloat, PositiveInt
 from moelib.core.errors import UserError
 from moelib.core.param import ParameterSpec
 from moelib.kernels.flash_attention import CONTEXT, MaskSpec
@@ -29,26 +30,26 @@ class GroupedQueryAttention(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        input_dim: Required[int] = REQUIRED  # D.
-        num_heads: Required[int] = REQUIRED  # H.
-        num_kv_heads: int | None = None  # G; H if None.
-        head_dim: int | None = None  # Dh; D / H if None.
+        input_dim: Required[PositiveInt] = REQUIRED  # D.
+        num_heads: Required[PositiveInt] = REQUIRED  # H.
+        num_kv_heads: PositiveInt | None = None  # G; H if None.
+        head_dim: PositiveInt | None = None  # Dh; D / H if None.
         qkv_bias: bool = False  # Whether queries, keys and values have a learned bias.
         output_bias: bool = False  # Whether the output has a learned bias.
         # Rotary embedding of queries and keys; None for no positions.
         rope: BaseLayer.Config | None = RotaryEmbedding.default_config()
-        window: int | None = None  # Tokens that a token sees, itself included; None for no limit.
+        # Tokens that a token sees, itself included; None for no limit.
+        window: PositiveInt | None = None
         sinks: bool = False  # Whether each head has a learned extra score without a value.
-        logit_cap: float | None = None  # Scores become cap * tanh(scores / cap); None for no cap.
+        # Scores become cap * tanh(scores / cap); None for no cap.
+        logit_cap: PositiveFloat | None = None
         qk_norm: BaseNorm.Config | None = None  # Norm of queries and keys per head; None for none.
         qk_norm_joint: bool = False  # Whether qk_norm spans all heads (OLMoE, arXiv:2409.02060).
-        qkv_clip: float | None = None  # Clips queries, keys and values to +-qkv_clip.
+        qkv_clip: PositiveFloat | None = None  # Clips queries, keys and values to +-qkv_clip.
 
     def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
         super().__init__(cfg, parent=parent)
         cfg = self.config
-        sizes = ("input_dim", "num_heads", "num_kv_heads", "head_dim", "window")
-        self._check_positive(*sizes, "logit_cap", "qkv_clip")
         if cfg.head_dim is None and cfg.input_dim % cfg.num_heads:
             raise UserError(
                 f"{self._title()}: input_dim={cfg.input_dim} is not a multiple of num_heads="

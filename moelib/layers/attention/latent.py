@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class
+from moelib.core.config_types import PositiveFloat, PositiveInt
 from moelib.core.errors import UserError
 from moelib.core.module import in_context
 from moelib.core.param import ParameterSpec
@@ -39,24 +40,24 @@ class LatentAttention(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        input_dim: Required[int] = REQUIRED  # D.
-        num_heads: Required[int] = REQUIRED  # H.
-        q_lora_rank: int | None = None  # Size of the queries' latent; None for one full matrix.
-        kv_lora_rank: Required[int] = REQUIRED  # Size of the latent of keys and values.
-        nope_head_dim: Required[int] = REQUIRED  # Entries of a query or key without position.
-        rope_head_dim: Required[int] = REQUIRED  # Rotated entries that follow them; even.
-        v_head_dim: Required[int] = REQUIRED  # Entries of a value.
+        input_dim: Required[PositiveInt] = REQUIRED  # D.
+        num_heads: Required[PositiveInt] = REQUIRED  # H.
+        # Size of the queries' latent; None for one full matrix.
+        q_lora_rank: PositiveInt | None = None
+        kv_lora_rank: Required[PositiveInt] = REQUIRED  # Size of the latent of keys and values.
+        # Entries of a query or key without position.
+        nope_head_dim: Required[PositiveInt] = REQUIRED
+        rope_head_dim: Required[PositiveInt] = REQUIRED  # Rotated entries that follow them; even.
+        v_head_dim: Required[PositiveInt] = REQUIRED  # Entries of a value.
         # Rotary embedding of queries and the shared key; None for no positions.
         rope: BaseLayer.Config | None = RotaryEmbedding.default_config()
         norm: BaseNorm.Config = RMSNorm.default_config()  # Norm of the latents.
-        score_factor: float = 1.0  # Multiplies scores, which are divided by sqrt(nope + rope dims).
+        # Multiplies scores, which are divided by sqrt(nope + rope dims).
+        score_factor: PositiveFloat = 1.0
 
     def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
         super().__init__(cfg, parent=parent)
         cfg = self.config
-        sizes = ("input_dim", "num_heads", "q_lora_rank", "kv_lora_rank")
-        dims = ("nope_head_dim", "rope_head_dim", "v_head_dim")
-        self._check_positive(*sizes, *dims, "score_factor")
         if cfg.rope_head_dim % 2:
             raise UserError(
                 f"{self._title()}: rope_head_dim={cfg.rope_head_dim}; entries are rotated in "

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moelib.core import tree
 from moelib.core.config import REQUIRED, Configurable, Required, config_class
+from moelib.core.config_types import NonNegativeFloat
 from moelib.core.errors import UserError
 from moelib.core.module import Module, in_context
 from moelib.core.param import ParameterSpec
@@ -174,7 +175,7 @@ class LoadBalanceLoss(Configurable):
 
     @config_class
     class Config(Configurable.Config):
-        weight: Required[float] = REQUIRED  # Multiplies the loss in the objective.
+        weight: Required[NonNegativeFloat] = REQUIRED  # Multiplies the loss in the objective.
         scope: BalanceScope = BalanceScope.MICRO_BATCH  # Tokens and layers that share a loss.
 
 
@@ -183,7 +184,7 @@ class RouterZLoss(Configurable):
 
     @config_class
     class Config(Configurable.Config):
-        weight: Required[float] = REQUIRED  # Multiplies the loss in the objective.
+        weight: Required[NonNegativeFloat] = REQUIRED  # Multiplies the loss in the objective.
 
 
 class LoadCounter(BaseLayer):

@@ -24,7 +24,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from moelib.core.config import Configurable
-from moelib.core.errors import UserError
 from moelib.core.tree import Nested
 from moelib.layers.moe.rows import sort_assignments, sum_rows, take_rows, take_weights
 from moelib.layers.remat import save_activation
@@ -223,12 +222,3 @@ def capacity_for(factor: float | None, balanced: float, most: int) -> int:
     None as factor gives `most`.
     """
     return most if factor is None else min(most, max(1, math.ceil(factor * balanced)))
-
-
-def check_factor(owner: Any, field: str) -> None:
-    """Raises UserError unless the field of the owner's config is positive and finite, or None."""
-    value = getattr(owner.config, field)
-    if value is not None and not 0 < value < math.inf:
-        raise UserError(
-            f"{type(owner).__qualname__}.{field} is {value}; set it above 0, to a finite number."
-        )

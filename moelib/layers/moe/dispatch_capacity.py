@@ -8,12 +8,12 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from moelib.core.config import config_class
+from moelib.core.config_types import PositiveFloat
 from moelib.layers.moe.dispatch import (
     DispatchContext,
     Dispatcher,
     Local,
     capacity_for,
-    check_factor,
     within_capacity,
 )
 from moelib.layers.moe.rows import RowMap, combine_rows, sort_assignments, take_rows
@@ -35,11 +35,7 @@ class CapacityDispatcher(Dispatcher):
     class Config(Dispatcher.Config):
         # Assignments per sequence and expert, as a multiple of the balanced load S K / E; E / K
         # never drops.
-        capacity_factor: float = 1.25
-
-    def __init__(self, cfg: Config) -> None:
-        super().__init__(cfg)
-        check_factor(self, "capacity_factor")
+        capacity_factor: PositiveFloat = 1.25
 
     def _dispatch(self, local: Local, context: DispatchContext) -> tuple[Array, Array]:
         n, num_experts = group_size(context.expert_axes), context.num_experts

@@ -12,11 +12,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from moelib.core.config import config_class
+from moelib.core.config_types import PositiveFloat
 from moelib.layers.moe.dispatch import (
     DispatchContext,
     Dispatcher,
     Local,
-    check_factor,
     positions,
     run_sorted,
 )
@@ -40,11 +40,7 @@ class _ExpertParallel(Dispatcher):
         # higher load takes more rounds, a loop that drops nothing. Buffers have this size where the
         # largest possible load, min(n, E / K), is more than twice the balanced one; otherwise, and
         # with None, a single round receives all.
-        round_factor: float | None = 1.25
-
-    def __init__(self, cfg: Config) -> None:
-        super().__init__(cfg)
-        check_factor(self, "round_factor")
+        round_factor: PositiveFloat | None = 1.25
 
     def _most_received(self, local: Local, context: DispatchContext) -> int:
         """Returns the most assignments that a device can receive."""

@@ -1,7 +1,5 @@
 """The MoE layer: router > dispatch > experts > combine, plus experts shared by all tokens."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -79,10 +77,6 @@ class MoELayer(BaseLayer):
                 f"{self._title()}: shared_gate=True without shared_experts; set shared_experts, or "
                 "shared_gate=False."
             )
-        for name in ("load_balance_loss", "router_z_loss"):
-            loss = getattr(cfg, name)
-            if loss is not None and not 0 <= loss.weight < math.inf:
-                raise UserError(f"{self._title()}: {name}.weight={loss.weight}: set 0 or more.")
         scope = None if cfg.load_balance_loss is None else cfg.load_balance_loss.scope
         if scope is BalanceScope.ALL_LAYERS and balance_pool(self) is None:
             raise UserError(

@@ -18,7 +18,7 @@ from moelib.core.param import is_spec
 from moelib.parallel.auto_sharding.choice import benefit, best_classes, sent_bytes
 from moelib.parallel.auto_sharding.classes import Analysis, Collective
 from moelib.parallel.auto_sharding.shapes import dimensions_from_shapes, square_window
-from moelib.parallel.sharding import mesh_axes_of, partition_spec
+from moelib.parallel.sharding import SplitError, mesh_axes_of, partition_spec
 
 _SMALL = 1 << 14  # Entries below which a parameter may stay whole without being reported.
 
@@ -212,7 +212,7 @@ def _check_divisible(shapes: _Shapes, num_shards: int) -> None:
     sizes = {size for struct in shapes.values() for size in struct.shape}
     if sizes and all(size % num_shards for size in sizes):
         fitting = [n for n in range(2, 65) if any(size % n == 0 for size in sizes)]
-        raise UserError(
+        raise SplitError(
             f"num_shards={num_shards} divides no dimension of a parameter; set one of "
             f"{', '.join(map(str, fitting)) or '1'}."
         )

@@ -265,3 +265,23 @@ _ORDERS: dict[Schedule, Callable[[int, int, int], Iterable[Slot]]] = {
     Schedule.ZB_V: _zb_v,
     Schedule.DUALPIPE_V: _dualpipe_v,
 }
+
+
+# A pass that others wait for: (is forward, stage, micro-batch).
+Key = tuple[bool, int, int]
+
+
+def key_of(stage: int, task: Task) -> Key:
+    """Returns the key of a task that is no weight gradient."""
+    return task.kind is Pass.FORWARD, stage, task.microbatch
+
+
+def inputs_of(schedule: Schedule, num_ranks: int, stage: int, task: Task) -> list[Key]:
+    """Returns the passes that a task waits for."""
+    last = schedule.num_chunks * num_ranks - 1
+    if task.kind is Pass.FORWARD:
+        return [(True, stage - 1, task.microbatch)] if stage else []
+    if task.kind is Pass.WEIGHT_GRADIENT:
+        return [(False, stage, task.microbatch)]
+    own = (True, stage, task.microbatch)
+    return [own] if stage == last else [own, (False, stage + 1, task.microbatch)]

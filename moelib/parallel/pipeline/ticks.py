@@ -8,8 +8,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from moelib.parallel.pipeline.schedule import Pass, Schedule, Slot, slots
-from moelib.parallel.pipeline.timeline import Key, inputs_of, key_of
+from moelib.parallel.pipeline.schedule import Key, Pass, Schedule, Slot, inputs_of, key_of, slots
 
 
 class Transfer(NamedTuple):

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from moelib.core.config_paths import sub_configs
+from moelib.core.config_text import sub_configs
 from moelib.parallel.pipeline.engine import ENDS, SLOTS, branch_shares
 from moelib.planning.hlo.program import Shares, parse
 from moelib.planning.hlo.source import SourceMap
@@ -90,11 +90,8 @@ def _rows_routed(trainer: Any) -> int | None:
     cfg = trainer.config
     shape = cfg.input.global_batch_size, cfg.input.seq_len
     tokens = math.prod(trainer.batch_sharding.shard_shape(shape)) // cfg.num_microbatches
-    counts = {
-        inside.num_experts_per_token
-        for _, inside in sub_configs(cfg.model)
-        if isinstance(dict(inside.items()).get("num_experts_per_token"), int)
-    }
+    found = (getattr(x, "num_experts_per_token", None) for _, x in sub_configs(cfg.model))
+    counts = {number for number in found if isinstance(number, int)}
     return tokens * counts.pop() if len(counts) == 1 else None
 
 

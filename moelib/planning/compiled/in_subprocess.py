@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from moelib.core import config_paths
+from moelib.core import config_text
 from moelib.core.errors import UserError
 from moelib.planning.hardware.topologies import describe
 from moelib.planning.report.step_report import StepReport
@@ -67,7 +67,7 @@ def compile_in_subprocess(
     except UserError as error:
         return Outcome(None, str(error))
     request = {
-        "config": config_paths.to_text(cfg),
+        "config": config_text.to_text(cfg),
         "topology": topology_name,
         "timeout_seconds": options.timeout_seconds,
         "compiler_options": dict(options.compiler_options),

@@ -32,7 +32,7 @@ def main(folder: str) -> None:
     # The signal ends the process, also in the compiler, which runs no Python.
     signal.setitimer(signal.ITIMER_REAL, request.pop("timeout_seconds") or 0)
     os.environ["JAX_PLATFORMS"] = "cpu"  # No device is used.
-    from moelib.core import config_parse
+    from moelib.core import config_text
     from moelib.core.errors import UserError
     from moelib.planning.compiled.compile_step import compile_step
     from moelib.planning.hardware.topologies import OutOfMemoryError, topology
@@ -42,7 +42,7 @@ def main(folder: str) -> None:
 
     try:
         devices = topology(request.pop("topology"))
-        cfg = config_parse.parse(request.pop("config"), trusted=True)
+        cfg = config_text.parse(request.pop("config"), trusted=True)
         tell("start", time.perf_counter() - begin, f"{len(devices.devices)} devices described")
         report = compile_step(cfg, devices, on_stage=tell, **request)
         result = {"report": report.to_json()}

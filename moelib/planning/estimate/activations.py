@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from moelib.core import jaxpr
-from moelib.core.config_paths import sub_configs
+from moelib.core.config_text import sub_configs
 from moelib.core.param import is_spec
 from moelib.core.tree import Batch, Nested
-from moelib.data.input import TOKEN_ARRAYS
+from moelib.data.batches.input import TOKEN_ARRAYS
 from moelib.kernels.backend import BACKENDS, kernel_backends
 
 _BATCH_SIZES, _SEQ_LEN = (2, 3), 128  # Of the two traces.
@@ -66,7 +66,7 @@ def with_remat(model: Any, remat: Any) -> Any:
     """Returns a model's config with the remat of every stack set; None recomputes nothing."""
     model = model.clone()
     for _, inside in sub_configs(model):
-        if "remat" in dict(inside.items()):
+        if "remat" in inside:
             inside.set(remat=remat)
     return model
 
@@ -154,8 +154,7 @@ def _residuals(loss: Callable[..., jax.Array], params: Nested, measure: Measure)
 
 def remats(model: Any) -> list[Any]:
     """Returns the remat of each stack of a model's config."""
-    found = [dict(inside.items()) for _, inside in sub_configs(model)]
-    return [values["remat"] for values in found if "remat" in values]
+    return [inside.remat for _, inside in sub_configs(model) if "remat" in inside]
 
 
 def remat_name(model: Any) -> str | None:

@@ -124,24 +124,15 @@ class Estimate:
 class Estimator:
     """Estimates candidates of one workload; values that depend on the mesh alone are cached."""
 
-    def __init__(
-        self,
-        work: Workload,
-        rules: sharding.Rules,
-        prices: Mapping[str, float],
-        *,
-        lockstep: bool = True,
-    ) -> None:
+    def __init__(self, work: Workload, rules: sharding.Rules, prices: Mapping[str, float]) -> None:
         """Initializes an estimator.
 
         Args:
             work: The workload.
             rules: Its sharding rules.
             prices: Dollars per device-hour, by accelerator.
-            lockstep: Whether ranks of a pipeline may wait for the slowest in every tick, as those
-                of moelib do; otherwise they wait for their inputs only.
         """
-        self._work, self._rules, self._prices, self._lockstep = work, rules, prices, lockstep
+        self._work, self._rules, self._prices = work, rules, prices
         self._by_mesh: dict[Any, _OnMesh] = {}
         self._pipeline = functools.cache(functools.partial(pipeline_of, work))
 
@@ -154,12 +145,8 @@ class Estimator:
         on_mesh = self._by_mesh[key]
         placement, accelerator = on_mesh.placement, topology.accelerator
         micro, tokens = candidate.num_microbatches, work.tokens / topology.num_devices
-        pipeline, recomputed = None, work.recomputes(candidate.remat)
-        if candidate.schedule is not None:
-            ranks = candidate.mesh.parts([AXIS])
-            pipeline = self._pipeline(candidate.schedule, ranks, micro, recomputed=recomputed)
-            if not self._lockstep:
-                pipeline = dataclasses.replace(pipeline, idle=pipeline.idle[:1] * 2)
+        recomputed, ranks = work.recomputes(candidate.remat), candidate.mesh.parts([AXIS])
+        pipeline = self._pipeline(candidate.schedule, ranks, micro, recomputed=recomputed)
         peak = peak_flops_per_second(accelerator.device_kind, work.compute_dtype)
         peak = peak or accelerator.flops_per_second
         unfilled = (placement.slots - 1) * work.routed_flops * (3 + recomputed)
@@ -189,8 +176,8 @@ class Estimator:
             peak_flops=peak,
             dollars_per_hour=self._prices.get(accelerator.name, accelerator.dollars_per_hour),
             collectives=results,
-            idle=pipeline.idle if pipeline else (0.0, 0.0),
-            pipeline_bytes=on_mesh.pipeline_bytes(candidate, pipeline) if pipeline else 0.0,
+            idle=pipeline.idle,
+            pipeline_bytes=on_mesh.pipeline_bytes(candidate, pipeline),
         )
 
 
@@ -224,7 +211,7 @@ class _OnMesh:
         return pipeline.num_sent * self.placement.stream_bytes(candidate.batch_per_device)
 
     def sent(
-        self, candidate: Candidate, tokens: float, pipeline: Pipeline | None
+        self, candidate: Candidate, tokens: float, pipeline: Pipeline
     ) -> tuple[Traffic, dict[str, float]]:
         """Returns the traffic and the bytes of results by kind of a step of a device's tokens."""
         micro, placement = candidate.num_microbatches, self.placement
@@ -232,14 +219,14 @@ class _OnMesh:
         windowed = transfers.is_windowed(placement, candidate.topology, tokens / micro)
         (weights, made), (token, routed) = self._units(candidate.remat, windowed)
         results = {k: made.get(k, 0.0) * micro + routed.get(k, 0.0) * tokens for k in made | routed}
+        sent = self.pipeline_bytes(candidate, pipeline)
+        between = [*transfers.rank_transfers(placement, sent, pipeline.filled)]
+        more = transfers.results(between, placement, recomputed=True)
         total = weights.times(micro) + token.times(tokens)
-        if pipeline is not None:
-            sent = self.pipeline_bytes(candidate, pipeline)
-            between = [*transfers.rank_transfers(placement, sent, pipeline.filled)]
-            total += transfers.traffic(between, self._links, recomputed=True)
-            more = transfers.results(between, placement, recomputed=True)
-            results = {k: results.get(k, 0.0) + more.get(k, 0.0) for k in results | more}
-        return total, results
+        return (
+            total + transfers.traffic(between, self._links, recomputed=True),
+            {k: results.get(k, 0.0) + more.get(k, 0.0) for k in results | more},
+        )
 
 
 # Bytes of scores in float32 that attention in plain XLA reads and writes, over those of the scores
@@ -279,14 +266,13 @@ def _writes_scores(work: Workload, accelerator: Accelerator) -> bool:
     return (work.attention_backend or ("tpu" if has_kernel else "xla")) in ("xla", "reference")
 
 
-def _seconds(parts: Mapping[str, float], layers: float, pipeline: Pipeline | None) -> Range:
+def _seconds(parts: Mapping[str, float], layers: float, pipeline: Pipeline) -> Range:
     times = lambda e: (
         parts["compute"] / e.compute,
         parts["HBM"] / e.hbm,
         parts["links"] / e.links,
         parts["network"] / e.network,
     )
-    idle = pipeline.idle if pipeline else (0.0, 0.0)
-    layers /= pipeline.num_ranks if pipeline else 1
-    starts = POOR.seconds_per_operation * _OPERATIONS_PER_LAYER * layers
-    return max(times(BEST)) / (1 - idle[0]), (sum(times(POOR)) + starts) / (1 - idle[1])
+    starts = POOR.seconds_per_operation * _OPERATIONS_PER_LAYER * (layers / pipeline.num_ranks)
+    low, high = (1 - share for share in pipeline.idle)
+    return max(times(BEST)) / low, (sum(times(POOR)) + starts) / high

@@ -142,56 +142,38 @@ class Placement:
             return 0.0
         return max(self.receive_capacity - 1, 0.0) * moe.num_experts_per_token * tokens
 
-    def memory(self, candidate: Candidate, pipeline: Pipeline | None = None) -> dict[str, float]:
-        """Returns the bytes of a device by category; see `at_peak` for what it holds at once."""
+    def memory(self, candidate: Candidate, pipeline: Pipeline) -> dict[str, float]:
+        """Returns the bytes of a device by category; see `at_peak` for what it holds at once.
+
+        A rank of a pipeline has its stages filled up to the largest.
+        """
         work, block = self.work, self.work.block
         tokens = candidate.batch_per_device * work.seq_len / self.parts["sequence"]
-        if pipeline is not None:
-            return self._memory_in_pipeline(pipeline, candidate, tokens)
-        activations = self._bytes(work.saved[candidate.remat], tokens)
-        if not work.recomputes(candidate.remat):
-            activations += self._saved_weights
-        sums = 4 * self.trained_elements if candidate.num_microbatches > 1 else 0.0
-        unrouted = self._bytes(Saved(block.split, block.whole), tokens)
-        return {
-            "parameters": self.parameters,
-            "optimizer": self.optimizer,
-            "summed gradients": sums,
-            "8-bit weights": self._quantized,
-            "activations": activations,
-            "gradients": self._gradients,
-            # Weights of a block and their gradients, and the activations that it saves.
-            "block": 2 * self._gathered_decoder / work.num_blocks + unrouted,
-            "dispatch": self._bytes(Saved(routed=block.routed), tokens),
-            "logits": self._logits(tokens),
-        }
-
-    def _memory_in_pipeline(
-        self, pipeline: Pipeline, candidate: Candidate, tokens: float
-    ) -> dict[str, float]:
-        """Returns the bytes by category of a rank, with its stages filled up to the largest."""
-        work, block = self.work, self.work.block
-        saved = self._bytes(work.saved[candidate.remat], tokens) / work.num_blocks
+        saved = self._bytes(work.saved[candidate.remat], tokens)
         weights = 0.0 if work.recomputes(candidate.remat) else self._saved_weights
         unrouted = self._bytes(Saved(block.split, block.whole), tokens)
         routed = self._bytes(Saved(routed=block.routed), tokens)
+        largest, stages = max(pipeline.sizes), self.stage_bytes
+        scheduled = candidate.schedule is not None
+        sums = pipeline.filled * stages.gradients + self.outer_bytes.gradients
         return {
             "parameters": self.parameters,
             "optimizer": self.optimizer,
-            "summed gradients": pipeline.filled * self.stage_bytes.gradients
-            + self.outer_bytes.gradients,
-            "weights of stages": pipeline.filled * self.stage_bytes.weights,
+            "summed gradients": sums if scheduled or candidate.num_microbatches > 1 else 0.0,
+            "8-bit weights": 0.0 if scheduled else self._quantized,
+            "weights of stages": pipeline.filled * stages.weights,
             "activations": pipeline.num_kept * self.stream_bytes(candidate.batch_per_device)
             # The backward pass of a stage reads a copy.
-            + (pipeline.num_saved + max(pipeline.sizes)) * saved
+            + (pipeline.num_saved + largest) / work.num_blocks * saved
             + pipeline.num_deferred * _DEFERRED * (unrouted + routed)
-            + max(pipeline.sizes) / pipeline.rows * weights,
+            + largest / pipeline.rows * weights,
+            "gradients": 0.0 if scheduled else self._gradients,
             # Gathered weights of a block and their gradients, and the activations that it saves.
             "block": 2 * self._gathered_decoder / pipeline.rows + unrouted,
             "dispatch": routed,
             "logits": self._logits(tokens),
             # Received, and in the order of the layers.
-            "exchanged gradients": 2 * pipeline.filled * self.stage_bytes.gradients,
+            "exchanged gradients": 2 * pipeline.filled * stages.gradients,
         }
 
     def is_of_stage(self, leaf: Leaf) -> bool:
@@ -275,6 +257,6 @@ def at_peak(memory: Mapping[str, float]) -> dict[str, float]:
     decoder has gradients and the arrays of a block. At the end of a step, ranks of a pipeline
     exchange gradients.
     """
-    peak = max(_PHASES, key=lambda phase: sum(memory.get(name, 0.0) for name in phase))
+    peak = max(_PHASES, key=lambda phase: sum(map(memory.__getitem__, phase)))
     ended = {name for phase in _PHASES for name in phase}.difference(peak)
     return {name: 0.0 if name in ended else size for name, size in memory.items()}

@@ -1,7 +1,7 @@
 """Pipelines: idle time, buffers and messages of a schedule, from its simulation.
 
 Passes cost their FLOPs, so that ranks wait for the one with the head, or with layers before the
-blocks.
+blocks. A step without a schedule is a pipeline of one stage.
 """
 
 import dataclasses
@@ -12,8 +12,8 @@ from typing import NamedTuple
 from moelib.parallel.pipeline.engine import AXIS
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.parallel.pipeline.ticks import ticks_of
-from moelib.parallel.pipeline.timeline import Costs, simulate, slot_time
 from moelib.planning.estimate.workload import Workload
+from moelib.planning.schedules import Costs, simulate, slot_time
 from moelib.train.pipeline import stage_sizes
 
 __all__ = ["AXIS", "Pipeline", "pipeline_of"]
@@ -38,25 +38,21 @@ class _Figures(NamedTuple):
 class Pipeline:
     """A schedule for the layers of a workload."""
 
-    schedule: Schedule
+    num_ranks: int
     sizes: tuple[int, ...]  # Blocks of each stage.
     # Idle share of the mean rank: if it waits for its inputs only, and if all ranks wait for the
     # slowest in every tick.
-    idle: tuple[float, float]
-    num_sent: float  # Activations and gradients that a rank sends per step; one per tick and way.
-    num_kept: float  # Inputs of stages and gradients of outputs that a rank keeps.
-    num_saved: float  # Blocks whose saved activations a rank keeps.
-    num_deferred: float  # Blocks whose weight gradients a rank keeps for later.
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of the pipeline."""
-        return len(self.sizes) // self.schedule.num_chunks
+    idle: tuple[float, float] = (0.0, 0.0)
+    # Activations and gradients that a rank sends per step; one per tick and way.
+    num_sent: float = 0.0
+    num_kept: float = 0.0  # Inputs of stages and gradients of outputs that a rank keeps.
+    num_saved: float = 0.0  # Blocks whose saved activations a rank keeps besides those of a stage.
+    num_deferred: float = 0.0  # Blocks whose weight gradients a rank keeps for later.
 
     @property
     def rows(self) -> int:
         """Blocks of a rank with its stages filled up to the largest."""
-        return self.schedule.num_chunks * max(self.sizes)
+        return len(self.sizes) // self.num_ranks * max(self.sizes)
 
     @property
     def filled(self) -> float:
@@ -66,7 +62,7 @@ class Pipeline:
 
 def pipeline_of(
     work: Workload,
-    schedule: Schedule,
+    schedule: Schedule | None,
     num_ranks: int,
     num_microbatches: int,
     *,
@@ -76,7 +72,7 @@ def pipeline_of(
 
     Args:
         work: The workload.
-        schedule: Order of the passes.
+        schedule: Order of the passes; None for one after the other.
         num_ranks: Number of pipeline ranks.
         num_microbatches: Number of micro-batches.
         recomputed: Whether a backward pass recomputes the forward passes of its blocks.
@@ -84,6 +80,8 @@ def pipeline_of(
     Raises:
         UserError: If the schedule needs more, or a multiple of other, micro-batches.
     """
+    if schedule is None:
+        return Pipeline(num_ranks=1, sizes=(work.num_blocks,))
     sizes = stage_sizes(work.num_blocks, num_ranks * schedule.num_chunks)
     costs = _costs(work, sizes, 2 if recomputed else 1)
     found = _figures(schedule, num_ranks, num_microbatches, costs)
@@ -91,7 +89,7 @@ def pipeline_of(
     ways = ticks_of(schedule, num_ranks, 2 * num_ranks).transfers
     num_ways = {(t.forward, (t.target - t.source) % num_ranks) for tick in ways for t in tick}
     return Pipeline(
-        schedule=schedule,
+        num_ranks=num_ranks,
         sizes=sizes,
         idle=(1 - busy / found.end, 1 - busy / found.lockstep),
         num_sent=found.ticks * sum(distance > 0 for _, distance in num_ways),

@@ -244,6 +244,8 @@ def rank_transfers(placement: Placement, sent: float, filled: float) -> Iterator
         sent: Bytes of activations and their gradients that a rank sends.
         filled: Blocks of a rank, over an even share of all.
     """
+    if placement.num_ranks == 1:
+        return
     stage, outer = placement.stage_bytes, placement.outer_bytes
     yield Transfer("collective-permute", (AXIS,), sent)
     yield Transfer("all-to-all", (AXIS,), filled * (stage.weights + stage.gradients))

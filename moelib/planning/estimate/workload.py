@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from moelib.core.config import REQUIRED
-from moelib.core.config_paths import sub_configs
+from moelib.core.config_text import sub_configs
 from moelib.core.errors import UserError
 from moelib.core.param import ParameterSpec, is_spec
 from moelib.core.precision import compute_dtype, gradient_dtype
@@ -174,7 +174,7 @@ def read_workload(cfg: Any) -> Workload:
     of_decoder = decoder.forward_flops_per_token if decoder else lambda seq_len: forward
     windows: collections.Counter[int | None] = collections.Counter()
     for layer, times in decoder.walk() if decoder else ():
-        if window := dict(layer.config.items()).get("window"):
+        if window := getattr(layer.config, "window", None):
             windows[window] += times
     saved, block = read_saved(
         cfg,
@@ -192,7 +192,7 @@ def read_workload(cfg: Any) -> Workload:
         num_blocks=num_blocks,
         dim=_size_of(parameters, "embed"),
         vocab_size=_size_of(parameters, "vocab"),
-        loss_chunk_size=dict(cfg.model.items()).get("loss_chunk_size"),
+        loss_chunk_size=getattr(cfg.model, "loss_chunk_size", None),
         compute_dtype=cfg.train_dtype or "float32",
         head_dim=_size_of(parameters, "head_dim"),
         attention_backend=(cfg.kernel_backends or {}).get("flash_attention"),
@@ -267,13 +267,13 @@ def _moe(model: Any, specs: Any) -> Moe | None:
     found = [
         inside
         for _, inside in sub_configs(model)
-        if {"num_experts_per_token", "dispatcher"} <= dict(inside.items()).keys()
+        if "num_experts_per_token" in inside and "dispatcher" in inside
     ]
     routed = [s for s in jax.tree.leaves(specs, is_leaf=is_spec) if "experts" in s.axes]
     if not found or not routed:
         return None
     cfg = max(found, key=lambda each: each.num_experts)
-    dispatcher, fields = cfg.dispatcher.instantiate(), dict(cfg.dispatcher.items())
+    dispatcher = cfg.dispatcher.instantiate()
     widest = max(routed, key=lambda spec: spec.size)
     alike = [s for s in routed if s.axes == widest.axes]
     return Moe(
@@ -282,8 +282,8 @@ def _moe(model: Any, specs: Any) -> Moe | None:
         num_experts_per_token=cfg.num_experts_per_token,
         expert_parallel=dispatcher.expert_parallel,
         ring=isinstance(dispatcher, RingDispatcher),
-        round_factor=fields.get("round_factor"),
-        capacity_factor=fields.get("capacity_factor"),
+        round_factor=getattr(cfg.dispatcher, "round_factor", None),
+        capacity_factor=getattr(cfg.dispatcher, "capacity_factor", None),
     )
 
 

@@ -127,13 +127,13 @@ def _descent(node: Any, name: str) -> list[Any]:
 
 def _below(path: str, parent: Any, child: Any) -> str:
     """Returns the path of a child's config, or its parent's if that has no field for it."""
-    fields = dict(parent.config.items())
-    if child.name in fields:
+    cfg = parent.config
+    if child.name in cfg:
         return f"{path}.{child.name}"
     found = _LAYER.fullmatch(child.name)
-    if not found or "block" not in fields:
+    if not found or "block" not in cfg:
         return path
-    first, size = len(fields["first_layers"]), len(fields["block"])
+    first, size = len(cfg.first_layers), len(cfg.block)
     if found.group(2):
         return f"{path}.block[{found.group(2)}]"
     index = int(found.group(1))

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from moelib.core.config_paths import get
+from moelib.core.config_text import get
 from moelib.layers.moe.dispatch_ragged import RingDispatcher
 from moelib.parallel.mesh import describe_mesh
 from moelib.planning.hlo import values
@@ -200,15 +200,14 @@ def _is_weight(step: Step, sizes: list[int], *, experts: bool = False) -> bool:
 def _uses_ring(step: Step, op_name: str) -> bool:
     """Returns whether the layer that made an instruction has a dispatcher that gathers tokens."""
     layer = _layer_config(step, op_name)
-    dispatcher = dict(layer.items()).get("dispatcher") if layer is not None else None
-    klass = None if dispatcher is None else dict(dispatcher.items()).get("klass")
+    klass = getattr(getattr(layer, "dispatcher", None), "klass", None)
     return isinstance(klass, type) and issubclass(klass, RingDispatcher)
 
 
 def _in_experts(step: Step, op_name: str) -> bool:
     """Returns whether a layer with experts made an instruction, outside its shared experts."""
     layer = _layer_config(step, op_name)
-    return layer is not None and "num_experts" in dict(layer.items())
+    return layer is not None and "num_experts" in layer
 
 
 def _layer_config(step: Step, op_name: str) -> Any:

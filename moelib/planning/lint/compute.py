@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moelib.core.config_paths import sub_configs
+from moelib.core.config_text import sub_configs
 from moelib.core.jaxpr import abstract_parameters, forward_pass, walk
-from moelib.data.input import batch_spec
+from moelib.data.batches.input import batch_spec
 from moelib.planning.hlo import values
 from moelib.planning.lint.facts import Facts, Step, is_shard
 from moelib.planning.report.step_report import Finding

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from moelib.core import tree
-from moelib.core.config_paths import sub_configs
+from moelib.core.config_text import sub_configs
 from moelib.core.param import is_spec
 from moelib.core.precision import is_cast
 from moelib.planning.hlo import source, values
@@ -80,7 +80,7 @@ def facts_of(trainer: Any, compiler_options: Mapping[str, str] | None = None) ->
     cfg, mesh = trainer.config, trainer.mesh()
     device = mesh.devices.flat[0]
     options = trainer.compiler_options() if compiler_options is None else compiler_options
-    numbers = (dict(inside.items()).get("num_experts") for _, inside in sub_configs(cfg.model))
+    numbers = (getattr(inside, "num_experts", None) for _, inside in sub_configs(cfg.model))
     spec = trainer.batch_sharding.spec
     axes = spec[0] if spec and spec[0] is not None else ()
     return Facts(

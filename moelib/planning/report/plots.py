@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from moelib.planning.hlo.source import PHASES
+from moelib.runtime.figures import save_figure
 
 
 def plot_amounts(
@@ -34,4 +35,4 @@ def plot_amounts(
     axes.set(xlabel=unit, title=title)
     if any(phase for _, phase in amounts):
         axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)

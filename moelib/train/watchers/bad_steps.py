@@ -9,11 +9,12 @@ import collections
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 
 from moelib.core.config import config_class, config_for_function
+from moelib.core.config_types import Limit, NonNegativeInt
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.learner.transforms import skip_bad_steps
@@ -48,13 +49,14 @@ class BadSteps(Watcher):
         # Action at a loss far above the ones before; None accepts it.
         spike: Literal["stop", "rewind"] | None = None
         # Standard deviations above the mean loss beyond which a loss is a spike.
-        spike_sigmas: float = 6.0
+        spike_sigmas: Annotated[float, Limit(">=", 0)] = 6.0
         # Steps of the mean and the deviation, 2 or more; a start takes as many without judging.
-        spike_window: int = 100
+        spike_window: Annotated[int, Limit(">=", 2)] = 100
         # Batches before a bad one that are skipped with it, as far as the checkpoint is before
         # them. A spike may be due to the update before it.
-        skip_before: int = 0
-        max_rewinds: int = 10  # Rewinds of a run, over all its starts; the next bad step stops it.
+        skip_before: NonNegativeInt = 0
+        # Rewinds of a run, over all its starts; the next bad step stops it.
+        max_rewinds: NonNegativeInt = 10
 
         def complete(self, trainer: Any) -> None:
             """Lets the learner skip bad steps, if this policy leaves it to the learner."""
@@ -62,13 +64,9 @@ class BadSteps(Watcher):
                 trainer.learner.skip = config_for_function(skip_bad_steps)
 
     def __init__(self, cfg: Config) -> None:
-        """Checks the settings. Raises UserError if a number is out of its range."""
+        """Starts without a history of losses."""
         super().__init__(cfg)
         cfg = self.config
-        bounds = {"spike_sigmas": 0, "spike_window": 2, "skip_before": 0, "max_rewinds": 0}
-        for name, least in bounds.items():
-            if not (value := getattr(cfg, name)) >= least:
-                raise UserError(f"bad_steps.{name} is {value}; set it to {least} or more.")
         self._losses: collections.deque[tuple[int, float]] = collections.deque(
             maxlen=cfg.spike_window
         )

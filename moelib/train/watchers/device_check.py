@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from moelib.checkpoint.checksums import checksum
 from moelib.core import tree
 from moelib.core.config import config_class
+from moelib.core.config_types import PositiveInt
 from moelib.core.errors import UserError
 from moelib.runtime import lost_process
 from moelib.runtime.processes import gather_json
@@ -43,18 +44,12 @@ class DeviceCheck(Watcher):
 
     @config_class
     class Config(Watcher.Config):
-        every_n_steps: int = 100  # Steps between checks; each save is preceded by one, too.
-        dim: int = 512  # Size of the matrices of the computation, of 48 dim^3 FLOPs per device.
+        every_n_steps: PositiveInt = 100  # Steps between checks; each save is preceded by one, too.
+        # Size of the matrices of the computation, of 48 dim^3 FLOPs per device.
+        dim: PositiveInt = 512
         # End of the run: "stop" with exit status 2, after which it is not started again, or
         # "restart" with 88, after which a launcher starts it again, maybe on the same devices.
         on_difference: Literal["stop", "restart"] = "stop"
-
-    def __init__(self, cfg: Config) -> None:
-        """Raises UserError if a number is not positive."""
-        super().__init__(cfg)
-        for name in ("every_n_steps", "dim"):
-            if (value := getattr(self.config, name)) < 1:
-                raise UserError(f"device_check.{name}={value}: set 1 or more.")
 
     def started(self) -> None:
         """Begins with the devices of the run; the first results are those that later ones equal."""

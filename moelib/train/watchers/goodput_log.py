@@ -7,8 +7,7 @@ from typing import Any
 
 import jax
 
-from moelib.checkpoint.restore import first_line
-from moelib.core.errors import UserError
+from moelib.core.errors import UserError, first_line
 from moelib.core.metrics import Scalars
 from moelib.runs.goodput import (
     COMPILATION,

@@ -2,7 +2,6 @@
 
 import contextlib
 import faulthandler
-import math
 import os
 import sys
 import threading
@@ -13,7 +12,7 @@ from typing import TextIO
 import jax
 
 from moelib.core.config import config_class
-from moelib.core.errors import UserError
+from moelib.core.config_types import PositiveFloat
 from moelib.train.watcher import Activity, Watcher
 
 EXIT_CODE = 87  # Exit status of a process that the watchdog ends.
@@ -28,27 +27,16 @@ class Watchdog(Watcher):
     @config_class
     class Config(Watcher.Config):
         # Seconds without a step before stacks are printed; None for never.
-        timeout_seconds: float | None = 1800.0
+        timeout_seconds: PositiveFloat | None = 1800.0
         # Seconds before the process exits with status 87, so that a supervisor can restart it; None
         # for never.
-        crash_timeout_seconds: float | None = None
+        crash_timeout_seconds: PositiveFloat | None = None
 
     def __init__(self, cfg: Config, *, stream: TextIO | None = None) -> None:
-        """Takes the output for the stacks, a file with a descriptor; by default stderr.
-
-        Raises UserError if a timeout is not positive and finite.
-        """
+        """Takes the output for the stacks, a file with a descriptor; by default stderr."""
         super().__init__(cfg)
         self._timeout = self.config.timeout_seconds
         self._crash = self.config.crash_timeout_seconds
-        for name, value in (
-            ("watchdog_timeout_seconds", self._timeout),
-            ("crash_on_hang_timeout_seconds", self._crash),
-        ):
-            if value is not None and not 0 < value < math.inf:
-                raise UserError(
-                    f"{name} is {value}; set a number above 0, or None for no watchdog."
-                )
         self._stream = stream or sys.stderr
         self._reported: int | None = None
         self._watching = contextlib.ExitStack()

@@ -112,9 +112,10 @@ BALANCING = build(BiasBalancing.default_config(), num_experts=4, rate=0.01)
 
 
 def test_biases_go_up_for_idle_experts_and_down_for_busy_ones():
-    state = {"bias": np.float32([1, 0, 0, 0]), "counts": np.float32([8, 0, 4, 4])}
-    after = BALANCING.end_step_recursively(state)
-    np.testing.assert_allclose(after["bias"], [0.99, 0.01, 0, 0], rtol=1e-6)
+    layer = build(BiasBalancing.default_config(), num_experts=5, rate=0.01)
+    state = {"bias": np.float32([1, 0, 0, 0, 0]), "counts": np.float32([8, 0, 5, 3, 4])}
+    after = layer.end_step_recursively(state)
+    np.testing.assert_allclose(after["bias"], [0.99, 0.01, -0.01, 0.01, 0], rtol=1e-6)
     assert not np.any(after["counts"])
 
 

@@ -13,7 +13,7 @@ from moelib.core import tree
 from moelib.core.errors import UserError
 from moelib.core.jaxpr import abstract_parameters, forward_pass
 from moelib.core.param import ParameterSpec, is_spec
-from moelib.data.input import batch_spec
+from moelib.data.batches.input import batch_spec
 from moelib.parallel.auto_sharding import rules
 from moelib.parallel.auto_sharding.specs import auto_partition_specs
 from moelib.parallel.sharding import partition_spec

@@ -6,7 +6,7 @@ import pytest
 
 from moelib.core.errors import UserError
 from moelib.parallel.pipeline.schedule import Pass, Schedule, is_pair, slots
-from moelib.parallel.pipeline.timeline import Costs, Timeline, simulate
+from moelib.planning.schedules import Costs, Timeline, simulate
 
 SIZES = [(4, 8), (4, 16), (8, 32)]
 COSTS = [Costs(), Costs(forward=2.0, input=2.0, weight=1.0)]

@@ -10,7 +10,7 @@ import pytest
 from moelib.parallel.pipeline.buffers import Entry, entries, read, write
 from moelib.parallel.pipeline.schedule import Pass, Schedule, Task
 from moelib.parallel.pipeline.ticks import Ticks, ticks_of
-from moelib.parallel.pipeline.timeline import simulate
+from moelib.planning.schedules import simulate
 from tests.parallel.pipeline.test_schedule import allowed
 
 

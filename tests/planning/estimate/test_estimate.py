@@ -21,6 +21,7 @@ from moelib.planning.estimate.candidates import (
 from moelib.planning.estimate.estimate import _SCORES_BACKWARD, _SCORES_FORWARD, Estimator
 from moelib.planning.estimate.links import Links
 from moelib.planning.estimate.memory import Placement, at_peak
+from moelib.planning.estimate.pipeline import pipeline_of
 from moelib.planning.estimate.transfers import is_windowed, token_transfers, traffic
 from moelib.planning.estimate.workload import read_workload
 from moelib.planning.hardware.topologies import describe
@@ -149,6 +150,7 @@ def test_float32_matmuls_have_their_own_peak(tiny, topology, times):
 
 def test_memory_is_that_of_the_larger_phase():
     parts = {"parameters": 4.0, "activations": 3.0, "gradients": 2.0, "block": 2.0, "dispatch": 1.0}
+    parts["exchanged gradients"] = 0.0
     assert sum(at_peak(parts | {"logits": 4.0}).values()) == 12
     assert sum(at_peak(parts | {"logits": 6.0}).values()) == 13
 
@@ -159,7 +161,7 @@ def test_the_head_of_a_single_chunk_makes_room_for_its_gradient(tiny):
     tokens = each.batch_per_device * work.seq_len
     held = lambda size: Placement(
         dataclasses.replace(work, loss_chunk_size=size), each, rules_of(cfg)
-    ).memory(each)["logits"]
+    ).memory(each, pipeline_of(work, None, 1, 1))["logits"]
     head = work.vocab_size * work.dim * work.compute_itemsize
     assert held(tokens) == head + 4 * work.vocab_size * tokens
     assert held(8) == head + 4 * work.vocab_size * (work.dim + 8)
@@ -298,7 +300,8 @@ def test_slots_of_a_capacity_are_sent_full_or_not():
     assert sent == results["all-to-all"]  # Embeddings go to their tokens, too.
     assert "ragged-all-to-all" not in results
     # Twice K rows per token; four parts of a sequence have the slots of a whole one each.
-    dispatch = lambda c: Placement(work, c, rules_of(cfg)).memory(c)["dispatch"]
+    one_stage = pipeline_of(work, None, 1, 1)
+    dispatch = lambda c: Placement(work, c, rules_of(cfg)).memory(c, one_stage)["dispatch"]
     assert dispatch(each) == each.batch_per_device * work.seq_len * work.block.routed
     apart = Candidate(EIGHT, Mesh((("expert", 2), ("seq", 4))), each.batch_per_device * 4, 1, NONE)
     assert dispatch(apart) == 4 * dispatch(each)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from moelib.core.config import config_class
-from moelib.core.config_parse import parse, set_from_text
+from moelib.core.config_text import parse, set_from_text
 from moelib.core.errors import UserError
-from moelib.data.synthetic import SyntheticInput
+from moelib.data.batches.synthetic import SyntheticInput
 from moelib.runs.folder import RunFolder
 from moelib.train.failures import BadStepError, NonFiniteError
 from moelib.train.metrics import NON_FINITE
@@ -26,8 +26,8 @@ class MarkedInput(SyntheticInput):
     class Config(SyntheticInput.Config):
         marked: tuple[int, ...] = ()
 
-    def host_batch(self, step, host_index, num_hosts):
-        batch = super().host_batch(step, host_index, num_hosts)
+    def batch(self, step, rows=None):
+        batch = super().batch(step, rows)
         batch["input_ids"][0, :2] = MARK if step in self.config.marked else 1
         return batch
 
@@ -221,7 +221,7 @@ def test_batches_before_a_bad_one_are_skipped_as_far_as_the_checkpoint(first, ac
 
 @pytest.mark.parametrize("field", ["spike_window", "spike_sigmas", "max_rewinds", "skip_before"])
 def test_numbers_out_of_their_range_are_refused(field):
-    with pytest.raises(UserError, match=f"{field} is -1"):
+    with pytest.raises(UserError, match=f"{field}=-1"):
         policy(**{field: -1})
 
 

@@ -84,7 +84,7 @@ def test_the_error_names_the_step_and_the_exit_status_is_chosen(on_difference, s
 
 @pytest.mark.parametrize("field", ["every_n_steps", "dim"])
 def test_numbers_that_are_not_positive_are_refused(field):
-    with pytest.raises(ValueError, match=f"device_check.{field}=0"):
+    with pytest.raises(ValueError, match=f"DeviceCheck.Config.{field}=0"):
         DeviceCheck.default_config().set(**{field: 0}).instantiate()
 
 

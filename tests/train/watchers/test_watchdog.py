@@ -78,5 +78,5 @@ def test_process_exits_after_the_crash_timeout():
 
 @pytest.mark.parametrize("seconds", [0, math.nan, math.inf])
 def test_timeout_that_is_no_positive_number_is_refused(seconds):
-    with pytest.raises(ValueError, match=rf"watchdog_timeout_seconds is {seconds};"):
+    with pytest.raises(ValueError, match=f"timeout_seconds={seconds}:"):
         Watchdog.default_config().set(timeout_seconds=seconds).instantiate()

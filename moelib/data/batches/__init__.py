@@ -1,0 +1,1 @@
+"""Batches: tokens packed into sequences, as a function of the seed and the step."""

@@ -1,0 +1,1 @@
+"""Sources of documents: files, tables and data sets, divided into parts."""

@@ -1,0 +1,147 @@
+"""Documents in lines of JSON: plain files, .gz, or .zst."""
+
+import contextlib
+import dataclasses
+import functools
+import gzip
+import io
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+
+from moelib.core.config import REQUIRED, config_class
+from moelib.core.errors import UserError
+from moelib.data.sources.files import EXPANSION, FileStamp, find_files, part_size
+from moelib.data.sources.source import BadRecordError, BadRecords, Part, Source
+from moelib.runtime.files import readable
+
+ENDINGS = tuple(
+    stem + packed for stem in (".jsonl", ".json") for packed in ("", ".gz", ".zst", ".zstd")
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class JsonLinesPart:
+    """The lines that begin in a range of bytes of a file, or all lines of a compressed file."""
+
+    file: FileStamp
+    text_field: str
+    start: int = 0
+    end: int | None = None  # None: the end of the file.
+
+    @property
+    def name(self) -> str:
+        """The file."""
+        return self.file.path
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the lines, estimated for a compressed file."""
+        return self.file.num_text_bytes if self.end is None else self.end - self.start
+
+    def documents(self, bad_records: BadRecords | None = None) -> Iterator[str]:
+        """Yields the text field of each line; blank lines are skipped."""
+        with readable(self.file.path), open_packed(self.file.path) as file:
+            for number, line in enumerate(self._lines(file), 1):
+                if not line.strip():
+                    continue
+                try:
+                    yield text_of(line, self.text_field)
+                except BadRecordError as error:
+                    number += self._lines_before
+                    located = BadRecordError(f"{self.file.path}:{number}: {error}")
+                    if bad_records is None:
+                        raise located from None
+                    bad_records.add(located)
+
+    def _lines(self, file: io.BufferedIOBase) -> Iterator[bytes]:
+        """Yields the lines that begin in [start, end)."""
+        position = self.start
+        if self.start:
+            file.seek(self.start - 1)
+            position += len(file.readline()) - 1  # The rest of a line that began before.
+        try:
+            while (self.end is None or position < self.end) and (line := file.readline()):
+                position += len(line)
+                yield line
+            if self.end is not None and position < self.end:
+                raise UserError(
+                    f"{self.file.path} ends at byte {position} instead of {self.file.num_bytes}: "
+                    "it has been cut while it was read; restore it and run the same command again."
+                )
+        except (EOFError, OSError, zlib.error) as error:
+            if getattr(error, "errno", None):
+                raise  # From the disk, not from the archive.
+            raise UserError(
+                f"{self.file.path} cannot be decompressed ({error}); fetch it again, or exclude it "
+                "from paths."
+            ) from error
+
+    @functools.cached_property
+    def _lines_before(self) -> int:
+        """The number of lines that begin before this part."""
+        count = 0
+        with open(self.file.path, "rb") as file:
+            while file.tell() < self.start and file.readline():
+                count += 1
+        return count
+
+
+def text_of(line: bytes, field: str) -> str:
+    """Returns the text field of a line of JSON. Raises BadRecordError if there is none."""
+    line = line.strip()
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        hint = " (the file seems to be an array; write one record per line)" * (line == b"[")
+        raise BadRecordError(f"not JSON{hint}: {error}") from None
+    if not isinstance(record, dict):
+        raise BadRecordError(f"a {type(record).__name__}, not an object with a field {field!r}")
+    if field not in record:
+        names = f"{sorted(record)}"
+        raise BadRecordError(f"no field {field!r}; it has {names:.200}: set text_field")
+    if not isinstance(text := record[field], str):
+        raise BadRecordError(f"field {field!r} is {text!r:.40}, not text")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadRecordError(f"field {field!r} has half a surrogate pair, not text") from None
+    return text
+
+
+@contextlib.contextmanager
+def open_packed(path: str) -> Iterator[io.BufferedIOBase]:
+    """Opens a plain, .gz or .zst file for reading bytes."""
+    with contextlib.ExitStack() as stack:
+        if path.endswith(".gz"):
+            yield stack.enter_context(gzip.open(path, "rb"))
+        elif path.endswith((".zst", ".zstd")):
+            import pyarrow  # Its reader, unlike that of zstandard, detects a truncated archive.
+
+            raw = stack.enter_context(pyarrow.input_stream(path, compression="zstd"))
+            yield stack.enter_context(io.BufferedReader(raw, 1 << 20))
+        else:
+            yield stack.enter_context(open(path, "rb"))
+
+
+class JsonLines(Source):
+    """Lines of JSON, each a document: .jsonl or .json, plain, .gz, or .zst (as in DCLM)."""
+
+    @config_class
+    class Config(Source.Config):
+        paths: Sequence[str] = REQUIRED  # Files, folders or glob patterns.
+        text_field: str = "text"  # The field of a line that holds the document.
+
+    def parts(self) -> Sequence[Part]:
+        """Returns compressed files whole and plain files in ranges of bytes."""
+        files = find_files(self.config.paths, ENDINGS)
+        size, field = part_size(files), self.config.text_field
+        parts: list[Part] = []
+        for file in files:
+            if os.path.splitext(file.path)[1] in EXPANSION:
+                parts.append(JsonLinesPart(file, field))
+                continue
+            starts = range(0, max(file.num_bytes, 1), size)
+            parts += [JsonLinesPart(file, field, i, min(i + size, file.num_bytes)) for i in starts]
+        return parts

@@ -1,0 +1,137 @@
+"""Sources of documents: the contract, and documents held in memory.
+
+A source is a list of parts. A part is small plain data that can be sent to a worker process and
+that reads its documents in a fixed order; a source's order is that of its parts. The parts depend
+on the data alone, never on the number of processes that read them.
+"""
+
+import dataclasses
+import hashlib
+import json
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Protocol
+
+from moelib.core.config import REQUIRED, Configurable, config_class
+from moelib.core.errors import UserError
+
+_TEXTS_PER_PART = 64
+
+
+class BadRecordError(UserError):
+    """A record without a document, such as a broken line of JSON."""
+
+
+@dataclasses.dataclass
+class BadRecords:
+    """The number of records that were skipped, and the error of the first."""
+
+    count: int = 0
+    first: str = ""
+
+    def add(self, error: BadRecordError) -> None:
+        """Counts a record."""
+        self.first = self.first or str(error)
+        self.count += 1
+
+
+class Part(Protocol):
+    """A piece of a source: any frozen dataclass of plain values with these members.
+
+    Its fields identify the documents, except those with `dataclasses.field(compare=False)`.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def name(self) -> str:
+        """The name in messages, usually a file."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of text, exact or estimated: for progress and the check of free disk space."""
+        ...
+
+    def documents(self, bad_records: BadRecords | None = None) -> Iterator[str]:
+        """Yields the documents in order, empty ones included.
+
+        Args:
+            bad_records: Counter of records without a document; None makes such a record an error.
+
+        Raises:
+            BadRecordError: At a record without a document, if `bad_records` is None.
+            OSError: If the data cannot be read.
+            UserError: If the data are not of the expected kind (not UTF-8, no such column).
+        """
+        ...
+
+
+class Source(Configurable):
+    """Documents to train on, in a fixed order, from any number of files."""
+
+    @config_class
+    class Config(Configurable.Config):
+        pass
+
+    @abstractmethod
+    def parts(self) -> Sequence[Part]:
+        """Returns the parts, at least one. Raises UserError if there is nothing to read."""
+
+    def documents(self, bad_records: BadRecords | None = None) -> Iterator[str]:
+        """Yields all documents, part after part. See `Part.documents`."""
+        for part in self.parts():
+            yield from part.documents(bad_records)
+
+
+def fingerprint(parts: Sequence[Part]) -> str:
+    """Returns a hash of the parts: of files, their relative paths, sizes and samples.
+
+    A copy of a corpus has the same fingerprint. So has a text that was changed in the middle of a
+    large file, or in one of many files, without changing its size.
+    """
+    described = [[type(part).__name__, _compared(part)] for part in parts]
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def _compared(value: Any) -> Any:
+    """Returns the values of a part on which its equality depends, as JSON values."""
+    if isinstance(value, tuple):
+        return [_compared(each) for each in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    fields = dataclasses.fields(value)
+    return {field.name: _compared(getattr(value, field.name)) for field in fields if field.compare}
+
+
+@dataclasses.dataclass(frozen=True)
+class TextsPart:
+    """Documents held in memory."""
+
+    texts: tuple[str, ...]
+    name: str = "documents in memory"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all texts in UTF-8."""
+        return sum(len(text.encode()) for text in self.texts)
+
+    def documents(self, bad_records: BadRecords | None = None) -> Iterator[str]:
+        """Yields the texts."""
+        del bad_records
+        yield from self.texts
+
+
+class InMemorySource(Source):
+    """Documents given in the config: for tests and examples."""
+
+    @config_class
+    class Config(Source.Config):
+        texts: Sequence[str] = REQUIRED  # One per document.
+
+    def parts(self) -> Sequence[Part]:
+        """Returns the texts in groups."""
+        texts, size = tuple(self.config.texts), _TEXTS_PER_PART
+        if not texts:
+            raise UserError("InMemorySource has no documents; set texts to at least one.")
+        return [TextsPart(texts[i : i + size]) for i in range(0, len(texts), size)]

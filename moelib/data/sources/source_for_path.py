@@ -1,0 +1,64 @@
+"""The source that fits the files at a path."""
+
+import glob
+import os
+
+from moelib.core.errors import MissingFileError, UserError
+from moelib.data.sources.files import TextFiles, walk_files
+from moelib.data.sources.json_lines import ENDINGS, JsonLines
+from moelib.data.sources.source import Source
+from moelib.data.sources.tables import ARROW, PARQUET, Tables
+
+# Files of `datasets` next to its tables, which hold no text.
+_JSON_OF_DATASETS = ("dataset_dict.json", "dataset_info.json", "state.json")
+
+
+def source_for_path(path: str, *, text_field: str = "text") -> Source.Config:
+    """Returns the config of a source for a path, chosen by the names of the files there.
+
+    Args:
+        path: A file, a pattern, or a folder with files of one kind: JSON lines, Parquet, Arrow (a
+            `Dataset` saved by `datasets`) or text.
+        text_field: The field or column of a record that holds the document.
+
+    Raises:
+        MissingFileError: If there is no file of a known kind.
+        UserError: If a folder holds several kinds, or a dataset of several splits.
+    """
+    if os.path.exists(os.path.join(path, "dataset_dict.json")):
+        splits = sorted(entry.name for entry in os.scandir(path) if entry.is_dir())
+        raise UserError(
+            f"{path} is a DatasetDict with splits {splits}; name the folder of one of them."
+        )
+    kinds = {
+        "JSON lines": ENDINGS,
+        "Parquet": (PARQUET,),
+        "Arrow": (ARROW,),
+        "text": tuple(TextFiles.default_config().endings),
+    }
+    names = list(walk_files(path, ("",))) if os.path.isdir(path) else [path]
+    if any(name.endswith(ARROW) for name in names):
+        names = [name for name in names if os.path.basename(name) not in _JSON_OF_DATASETS]
+    found = [kind for kind, ends in kinds.items() if any(name.endswith(ends) for name in names)]
+    if len(found) > 1:
+        raise UserError(
+            f"{path} holds files of several kinds ({', '.join(found)}); select one kind with a "
+            "pattern such as folder/**/*.jsonl, or define a source for each."
+        )
+    if found == ["JSON lines"]:
+        return JsonLines.default_config().set(paths=[path], text_field=text_field)
+    if found in (["Parquet"], ["Arrow"]):
+        return Tables.default_config().set(paths=[path], column=text_field)
+    if path.endswith((".csv", ".tsv")):
+        raise UserError(
+            f"{path} is a table, which would be read as one text; convert it to Parquet or JSON "
+            "lines."
+        )
+    if found == ["text"] or os.path.isfile(path):
+        return TextFiles.default_config().set(paths=[path])
+    if not glob.glob(path, recursive=True):
+        raise MissingFileError(
+            f"{path} does not exist; name a file, a folder or a pattern of text."
+        )
+    known = ", ".join(ending for ends in kinds.values() for ending in ends)
+    raise MissingFileError(f"{path} holds no file of a known kind; files may end in {known}.")

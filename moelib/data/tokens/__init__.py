@@ -1,0 +1,1 @@
+"""Tokenized documents: tokenizers, and the token store that `moelib prepare` makes."""

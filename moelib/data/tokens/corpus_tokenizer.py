@@ -1,0 +1,115 @@
+"""The tokenizer of a corpus: a BPE trained on a sample of the documents that are not held out."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+
+from moelib.core.errors import UserError
+from moelib.data.hashing import random_permutation
+from moelib.data.sources.files import text_pieces
+from moelib.data.sources.source import BadRecords, Source
+from moelib.data.tokens.token_store import check_splits, split_of_documents
+from moelib.data.tokens.tokenizer import Tokenizer, train_bpe
+
+
+def corpus_tokenizer(
+    source: Source,
+    vocab_size: int,
+    path: str,
+    *,
+    num_bytes: int = 20_000_000,
+    splits: Mapping[str, float] | None = None,
+    split_seed: int = 0,
+    allow_fewer: bool = False,
+    flag: str = "vocab_size",
+) -> Tokenizer:
+    """Returns the tokenizer at `path`, a byte-level BPE that is trained now if the file is missing.
+
+    Args:
+        source: The corpus.
+        vocab_size: Number of tokens.
+        path: The tokenizer.json.
+        num_bytes: UTF-8 bytes of text to train on; 20 MB suffice for 32k tokens.
+        splits: Splits of the token store to be made; training sees the split "train" alone, or
+            everything if there is no other split.
+        split_seed: Seed of the token store's splits.
+        allow_fewer: Whether a tokenizer with fewer tokens serves too.
+        flag: Name of the setting in the message about another size.
+
+    Raises:
+        UserError: If there is no text, or the tokenizer is of another size.
+    """
+    is_new = not os.path.exists(path)
+    if not is_new:
+        tokenizer = Tokenizer.default_config().set(path=path).instantiate()
+    else:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        if splits is None or len(splits) == 1 or "train" not in splits:
+            texts = sample_documents(source, num_bytes)
+        else:
+            total = sum(part.num_bytes for part in source.parts())
+            share = num_bytes / max(splits["train"] * total, 1)
+            texts = spread(documents_of_split(source, splits, "train", split_seed), share)
+        tokenizer = train_bpe(texts, vocab_size, path)
+    found = tokenizer.vocab_size
+    if found != vocab_size and not (allow_fewer and found < vocab_size):
+        little = ", or there was too little text for more" if found < vocab_size else ""
+        reason = f"it was trained for another size{little}; delete the file to train it again"
+        if is_new:
+            reason = "the text has no more; delete the file to train it on more text"
+        raise UserError(
+            f"{path} has {found} tokens, and {flag} is {vocab_size}: {reason}, or set {flag} to "
+            f"{found}."
+        )
+    return tokenizer
+
+
+def documents_of_split(
+    source: Source, splits: Mapping[str, float], split: str, split_seed: int = 0
+) -> Iterator[str]:
+    """Yields the documents that a token store of the source has in a split, in order.
+
+    Records without a document are skipped. Raises UserError if there is no such split.
+    """
+    check_splits(splits)
+    if split not in splits:
+        raise UserError(f"There is no split {split!r} in {list(splits)}.")
+    fractions, wanted = list(splits.values()), list(splits).index(split)
+    chosen = np.zeros(0, bool)
+    pieces = (piece for text in source.documents(BadRecords()) for piece in text_pieces(text))
+    for index, text in enumerate(filter(None, pieces)):
+        if index == len(chosen):
+            chosen = split_of_documents(2 * index + 1024, fractions, split_seed) == wanted
+        if chosen[index]:
+            yield text
+
+
+def spread(texts: Iterable[str], share: float) -> Iterator[str]:
+    """Yields about this share (0 to 1) of all text, spread evenly over it."""
+    seen = taken = 0
+    for text in texts:
+        seen += len(text)
+        if taken <= share * seen:
+            taken += len(text)
+            yield text
+
+
+def sample_documents(source: Source, num_bytes: int, seed: int = 0) -> Iterator[str]:
+    """Yields documents from all parts of a source, without reading everything.
+
+    They have `num_bytes` of UTF-8 text, to within a document. Records without a document are
+    skipped. `seed` decides the order of parts, of which the first suffice if there are many.
+    """
+    parts = source.parts()
+    share = max(num_bytes // len(parts), num_bytes // 64, 1)  # Bytes per part.
+    for index in random_permutation(len(parts), seed).tolist():
+        left = min(share, num_bytes)
+        for text in parts[index].documents(BadRecords()):
+            if left <= 0:
+                break
+            yield text
+            left -= len(text.encode())
+            num_bytes -= len(text.encode())
+        if num_bytes <= 0:
+            return

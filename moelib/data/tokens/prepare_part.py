@@ -1,0 +1,202 @@
+"""Tokenizing one part of a source into one file of a token store: the work of a worker process."""
+
+import array
+import collections
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import itertools
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import IO, NamedTuple
+
+import numpy as np
+
+from moelib.core.errors import UserError
+from moelib.data.sources.files import check_unchanged, text_pieces
+from moelib.data.sources.source import BadRecordError, BadRecords, Part
+from moelib.data.tokens import token_store
+from moelib.data.tokens.store_check import hash_blocks
+from moelib.data.tokens.token_source import check_vocabulary
+from moelib.data.tokens.token_store import json_digest
+from moelib.data.tokens.tokenizer import Tokenizer
+from moelib.runtime.files import read_json, write_json, writing
+
+logger = logging.getLogger(__name__)
+
+BATCH_CHARACTERS = 1 << 17  # Characters of documents that are encoded together.
+PARTS = "parts"  # Folder of the results of finished parts; a finished store does not have it.
+_CURE = (
+    "correct it, or set skip_bad_records (--skip_bad_lines), which skips and counts such records."
+)
+
+
+class DiskFullError(OSError, UserError):
+    """The disk is full, or too small for a token store."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PartOptions:
+    """Settings that decide a part's tokens, in addition to its documents and the tokenizer."""
+
+    append_eos: bool
+    skip_bad_records: bool
+
+
+class PartResult(NamedTuple):
+    """Counts and hashes of a finished part."""
+
+    num_tokens: int
+    num_documents: int
+    num_bytes: int
+    num_empty: int
+    num_bad_records: int
+    first_bad_record: str
+    num_divided: int  # Long documents that are several here; see `text_pieces`.
+    sha256: str  # Of the tokens.
+    block_hashes: Mapping[str, Sequence[str]]  # Of the part's files, by path in the store.
+    lost_characters: Mapping[str, int]  # See `Tokenizer.lost_characters`.
+
+
+def tokenize_part(
+    folder: str, index: int, part: Part, tokenizer: Tokenizer, options: PartOptions
+) -> PartResult:
+    """Writes a part's tokens and its documents' lengths and bytes, and its result last.
+
+    Returns the result.
+
+    Raises:
+        BadRecordError: At a record without a document, unless such records are skipped.
+        DiskFullError: If the disk is full; the part then counts as unfinished.
+        UserError: If the part is damaged, a file of it is written to meanwhile, or the tokenizer
+            gives an id beyond its vocabulary.
+    """
+    bad_records = BadRecords()
+    counter = bad_records if options.skip_bad_records else None
+    divided: list[int] = []
+    dtype = np.dtype(token_store.token_dtype(tokenizer.vocab_size)).newbyteorder("<")
+    end = [tokenizer.eos_id] if options.append_eos else []
+    lengths, sizes = array.array("I"), array.array("I")
+    num_empty, digest = 0, hashlib.sha256()
+    lost: collections.Counter[str] = collections.Counter()
+    path = os.path.join(folder, token_store.tokens_file(index))
+
+    with _named_errors(folder, part):
+        with synced_file(path) as file:
+            for batch in _batches(_pieces(part.documents(counter), divided)):
+                texts = list(filter(None, batch))
+                num_empty += len(batch) - len(texts)
+                encoded = tokenizer.encode_batch(texts)
+                lost += tokenizer.lost_characters(texts, encoded)
+                ids = [document + end for document in encoded]
+                lengths.extend(map(len, ids))
+                tokens = np.array(list(itertools.chain.from_iterable(ids)), np.int64)
+                check_vocabulary(tokens, tokenizer.vocab_size, part.name)
+                written = tokens.astype(dtype).tobytes()
+                digest.update(written)
+                file.write(written)
+                sizes.extend(len(text.encode()) for text in texts)
+        check_unchanged(part)
+        for name, values in ((token_store.LENGTHS, lengths), (token_store.NUM_BYTES, sizes)):
+            with synced_file(part_file(folder, index, name)) as file:
+                np.save(file, np.array(values, np.uint32))
+        result = PartResult(
+            num_tokens=sum(lengths),
+            num_documents=len(lengths),
+            num_bytes=sum(sizes),
+            num_empty=num_empty,
+            num_bad_records=bad_records.count,
+            first_bad_record=bad_records.first,
+            num_divided=len(divided),
+            sha256=digest.hexdigest(),
+            block_hashes=_block_hashes(folder, index),
+            lost_characters=lost,
+        )
+        found = result._asdict()
+        write_json(part_file(folder, index, "json"), found | {"digest": json_digest(found)})
+    return result
+
+
+@contextlib.contextmanager
+def synced_file(path: str) -> Iterator[IO[bytes]]:
+    """Opens a file for writing, and syncs it to disk when the block ends."""
+    with writing(path), open(path, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _named_errors(folder: str, part: Part) -> Iterator[None]:
+    """Adds the cure to errors."""
+    try:
+        yield
+    except BadRecordError as error:
+        raise BadRecordError(f"{error}; {_CURE}") from None
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise DiskFullError(
+            errno.ENOSPC,
+            f"the disk is full while writing the tokens of {part.name}; finished parts are kept: "
+            "free space and run the same command again, or set output_dir to a larger disk",
+            folder,
+        ) from error
+
+
+def _pieces(documents: Iterable[str], divided: list[int]) -> Iterator[str]:
+    """Yields documents, long ones in pieces; appends their numbers of pieces to `divided`."""
+    for document in documents:
+        num_pieces = 0
+        for piece in text_pieces(document):
+            num_pieces += 1
+            yield piece
+        if num_pieces > 1:
+            divided.append(num_pieces)
+
+
+def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    """Yields the documents in lists of some `BATCH_CHARACTERS`."""
+    batch: list[str] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document)
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def part_file(folder: str, index: int, ending: str) -> str:
+    """Returns the path of a file of a part in an unfinished store."""
+    return os.path.join(folder, PARTS, f"{index:05d}.{ending}")
+
+
+def _block_hashes(folder: str, index: int) -> dict[str, list[str]]:
+    names = [part_file("", index, name) for name in (token_store.LENGTHS, token_store.NUM_BYTES)]
+    names.append(token_store.tokens_file(index))
+    return {name: hash_blocks(os.path.join(folder, name)) for name in names}
+
+
+def read_result(folder: str, index: int, options: PartOptions) -> PartResult | None:
+    """Returns the result of a part, or None if it must be tokenized.
+
+    That is so if it is not finished, a file has changed since, or it lacks records that these
+    options may not skip.
+    """
+    path = part_file(folder, index, "json")
+    if not os.path.exists(path):
+        return None
+    with contextlib.suppress(OSError, UserError, TypeError):
+        found = read_json(path)
+        if found.pop("digest", None) == json_digest(found):
+            result = PartResult(**found)  # TypeError: of another version.
+            if result.block_hashes == _block_hashes(folder, index):
+                may_skip = options.skip_bad_records or not result.num_bad_records
+                return result if may_skip else None
+    logger.warning("%s or its part's files are damaged; the part is tokenized again.", path)
+    return None

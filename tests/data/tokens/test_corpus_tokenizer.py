@@ -1,0 +1,83 @@
+import pytest
+
+from moelib.data.sources.source import InMemorySource
+from moelib.data.tokens import corpus_tokenizer as module
+from moelib.data.tokens.corpus_tokenizer import (
+    corpus_tokenizer,
+    documents_of_split,
+    sample_documents,
+    spread,
+)
+from moelib.data.tokens.prepare import prepare
+from moelib.data.tokens.tokenizer import ByteTokenizer
+
+TEXTS = [f"text number {i}" for i in range(200)]
+
+
+def _source(texts: list[str]) -> InMemorySource:
+    cfg = InMemorySource.default_config()
+    return cfg.set(texts=texts).instantiate()
+
+
+def test_a_tokenizer_is_trained_once_and_one_of_another_size_is_refused(tmp_path, capsys):
+    path = str(tmp_path / "new" / "tokenizer.json")
+    trained = corpus_tokenizer(_source(TEXTS), 270, path)
+    assert "a BPE of 270 tokens" in capsys.readouterr().err
+    assert corpus_tokenizer(_source(TEXTS), 270, path).to_json() == trained.to_json()
+    assert not capsys.readouterr().err
+    corpus_tokenizer(_source(TEXTS), 280, path, allow_fewer=True)
+    for size, allow_fewer in ((280, False), (260, True)):
+        with pytest.raises(ValueError, match=rf"270 tokens.*--size.*{size}:.*--size"):
+            corpus_tokenizer(_source(TEXTS), size, path, allow_fewer=allow_fewer, flag="--size")
+
+
+def test_a_text_with_too_few_tokens_is_told_from_another_size(tmp_path):
+    path = str(tmp_path / "tokenizer.json")
+    for reason in ("the text has no more", "trained for another size"):
+        with pytest.raises(ValueError, match=rf"--size is 2000: .*{reason}.* set --size to \d+\."):
+            corpus_tokenizer(_source(["a text"]), 2000, path, flag="--size")
+
+
+def test_documents_that_are_held_out_train_no_tokenizer(tmp_path, monkeypatch):
+    seen: list[str] = []
+    train = module.train_bpe
+    monkeypatch.setattr(
+        module, "train_bpe", lambda texts, *args: train(seen.extend(texts) or seen, *args)
+    )
+    splits = {"validation": 0.3, "train": 0.7}
+    path = str(tmp_path / "tokenizer.json")
+    corpus_tokenizer(_source(TEXTS), 270, path, splits=splits, split_seed=2)
+    assert seen == list(documents_of_split(_source(TEXTS), splits, "train", 2))
+    assert 0 < len(seen) < len(TEXTS)
+
+
+def test_documents_of_a_split_are_those_that_the_store_has(tmp_path):
+    texts = [f"Text {i}" if i % 7 else "" for i in range(3000)]
+    splits = {"train": 0.8, "validation": 0.2}
+    source = _source(texts)
+    store = prepare(
+        source,
+        ByteTokenizer.default_config().instantiate(),
+        str(tmp_path / "store"),
+        splits=splits,
+        split_seed=3,
+    )
+    for split in splits:
+        want = store.config.clone(split=split).instantiate().texts()
+        assert list(documents_of_split(source, splits, split, split_seed=3)) == list(want)
+    with pytest.raises(ValueError, match="'test'"):
+        list(documents_of_split(source, splits, "test"))
+
+
+def test_a_sample_or_share_comes_from_all_over_and_has_the_asked_size():
+    texts = [f"{i:04d}" for i in range(1000)]
+    source = _source(texts)
+    sample = list(sample_documents(source, 400))
+    assert len(sample) == 100
+    assert len({int(text) // 64 for text in sample}) == 15  # Parts, of 16.
+    assert sample == list(sample_documents(source, 400))
+    assert sorted(sample_documents(source, 10_000)) == texts
+    taken = [int(text) for text in spread(texts, 0.1)]
+    assert len(taken) == 101  # The first, and then a tenth.
+    assert {number // 100 for number in taken} == set(range(10))
+    assert list(spread(texts, 1.0)) == texts
