@@ -149,7 +149,9 @@ def _source(module: str) -> str:
         return ""
     if spec is not None and spec.submodule_search_locations:
         return os.path.abspath(spec.submodule_search_locations[0])
-    return os.path.abspath(spec.origin) if spec is not None and spec.has_location else ""
+    if spec is not None and spec.has_location and spec.origin:
+        return os.path.abspath(spec.origin)
+    return ""
 
 
 def is_of_the_user(file: str) -> bool:
