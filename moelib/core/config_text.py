@@ -169,10 +169,8 @@ def is_plain(value: Any) -> bool:
     """Returns whether a value prints as one literal."""
     if is_record(value) or isinstance(value, enum.Enum):
         return False
-    if isinstance(value, list | tuple):
-        return all(map(is_plain, value))
-    if isinstance(value, dict):
-        return all(map(is_plain, value.values()))
+    if isinstance(value, _HOLDERS):
+        return all(is_plain(element) for _, element in children(value))
     return isinstance(value, type(None) | bool | int | float | str | bytes)
 
 
