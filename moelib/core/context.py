@@ -287,7 +287,7 @@ def call_context(module: ModuleLike) -> Iterator[InvocationContext]:
     Raises:
         OutsideError: If the module is not inside any module that runs.
     """
-    values = context_stack()[-1].inherited  # Those of the caller, whichever context holds it.
+    values = context_stack()[-1].inherited  # Values of the caller, whichever context holds it.
     for context in reversed(context_stack()):
         names = names_below(context.module, module)
         if names is not None:
