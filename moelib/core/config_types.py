@@ -315,7 +315,7 @@ def describe_annotation(annotation: Any) -> str:
 
 def named_values(annotation: Any) -> dict[str, Any]:
     """Returns the values that a Literal or an enum names, by name; none for another annotation."""
-    if isinstance(annotation, enum.EnumType):
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
         return dict(annotation.__members__)
     if typing.get_origin(annotation) is Literal:
         return {str(value): value for value in typing.get_args(annotation)}
