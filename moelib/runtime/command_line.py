@@ -52,6 +52,7 @@ class FlagInfo(NamedTuple):
     short: str | None
     split: bool
     lower_bound: float | None
+    of: tuple[str, ...]  # Actions of the command that use the flag; empty for all.
 
 
 def flag(
@@ -61,6 +62,7 @@ def flag(
     short: str | None = None,
     split: bool = False,
     lower_bound: float | None = None,
+    of: tuple[str, ...] = (),
 ) -> Any:
     """Returns the dataclass field of a flag.
 
@@ -70,8 +72,10 @@ def flag(
         short: One-letter name.
         split: Whether a `tuple[str, ...]` is one value separated by commas, not a repeated flag.
         lower_bound: Smallest allowed number.
+        of: The only actions of the command that use the flag; they precede the description.
     """
-    details = {"help": text, "short": short, "split": split, "lower_bound": lower_bound}
+    text = f"{', '.join(of).capitalize()}: {text}" if of else text
+    details = {"help": text, "short": short, "split": split, "lower_bound": lower_bound, "of": of}
     return dataclasses.field(default=default, metadata=details)
 
 
