@@ -29,7 +29,22 @@ def evaluate(model: Task.Config, tasks: Examples, **settings: Any) -> Scalars: .
 
 
 @overload
-def evaluate(model: LoadedModel, tasks: Sequence[str] = (), **settings: Any) -> list[Result]: ...
+def evaluate(
+    model: LoadedModel,
+    tasks: Sequence[str] = (),
+    *,
+    data_dir: str | None = ...,
+    corpus: Sequence[str] = ...,
+    steps: Sequence[int] = ...,
+    num_fewshot: int | None = ...,
+    fewshot_seed: int = ...,
+    limit: int | None = ...,
+    lm_eval: bool = ...,
+    include_path: str | None = ...,
+    max_length: int | None = ...,
+    batch_tokens: int = ...,
+    output: str | None = ...,
+) -> list[Result]: ...
 
 
 def evaluate(
