@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 from moelib.core.errors import UsageError, UserError
 from moelib.runtime.command_line import flag, no_arguments, run_command
 from moelib.runtime.figures import save_figure
-from moelib.runtime.files import atomic_file, read_json, read_text, write_json
 from moelib.runtime.progress import format_seconds
+from moelib.runtime.storage import atomic_file, read_json, read_text, write_json
 from moelib.runtime.table import Table, print_table, to_markdown
 
 # English text in packages of Debian: a dictionary, glosses, two encyclopedias of computing.

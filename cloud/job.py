@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from moelib.core.config import REQUIRED, Configurable, Required, config_class
 from moelib.core.errors import SECRET_NAME, UserError
-from moelib.runtime.files import atomic_file
 from moelib.runtime.lock import directory_lock
+from moelib.runtime.storage import atomic_file
 
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h.
 LOST = 88

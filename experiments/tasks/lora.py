@@ -18,7 +18,7 @@ from moelib.core import tree
 from moelib.huggingface.families import settings_of, tensor_mappings
 from moelib.huggingface.tensor_mapping import slices, tensor_shape, to_parameter
 from moelib.runs.loading import load_model
-from moelib.runtime.files import write_json
+from moelib.runtime.storage import write_json
 
 from . import causal_lm
 from .command import run_as_command

@@ -9,7 +9,7 @@ import numpy as np
 
 from moelib.runtime import storage
 from moelib.runtime.figures import save_figure
-from moelib.runtime.files import atomic_file, write_json
+from moelib.runtime.storage import atomic_file, write_json
 
 
 def write_files(

@@ -14,7 +14,7 @@ from moelib.core.config_text import lines
 from moelib.core.errors import UserError
 from moelib.runs.folder import RunFolder
 from moelib.runs.metrics_file import read_metrics
-from moelib.runtime.files import read_text
+from moelib.runtime.storage import read_text
 
 VALIDATION = "validation/cross_entropy"
 TRAINING = "mean_loss"  # Mean of the steps since the line before, unlike `cross_entropy`.

@@ -43,8 +43,8 @@ from moelib.core.config_types import NonNegativeInt, PositiveInt
 from moelib.core.errors import UserError, first_line
 from moelib.core.module import Module
 from moelib.runtime import storage
-from moelib.runtime.files import sync_folder
 from moelib.runtime.processes import agreed, on_process_0
+from moelib.runtime.storage import sync_folder
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from moelib.core.config import did_you_mean
 from moelib.core.config_types import fits
 from moelib.core.errors import MissingFileError, UserError
 from moelib.runtime import storage
-from moelib.runtime.files import atomic_file, sync_folder
+from moelib.runtime.storage import atomic_file, sync_folder
 from moelib.runtime.versions import library_versions
 
 STEP_PREFIX = "step_"

@@ -42,8 +42,8 @@ from moelib.checkpoint.restore import Restored, check_restored, on_all_processes
 from moelib.core import tree
 from moelib.core.errors import UserError, first_line
 from moelib.runtime import storage
-from moelib.runtime.files import read_json, write_json
 from moelib.runtime.processes import OtherProcessError, gather_json, on_process_0
+from moelib.runtime.storage import read_json, write_json
 
 logger = logging.getLogger(__name__)
 

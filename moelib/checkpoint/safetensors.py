@@ -23,7 +23,7 @@ import numpy as np
 from moelib.core.config_types import shortened
 from moelib.core.errors import ExistingFileError, MissingFileError, UserError
 from moelib.runtime import storage
-from moelib.runtime.files import atomic_file, read_json, write_json, writing
+from moelib.runtime.storage import atomic_file, read_json, write_json, writing
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from typing import Any, Literal
 from moelib.core.errors import UsageError
 from moelib.launch import DeviceFlags, import_module
 from moelib.runtime.command_line import flag
-from moelib.runtime.files import parse_json
 from moelib.runtime.progress import Progress
+from moelib.runtime.storage import parse_json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

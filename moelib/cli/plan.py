@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from moelib import launch
 from moelib.core.errors import UsageError
 from moelib.runtime.command_line import check_file, flag, no_arguments
-from moelib.runtime.files import write_json
+from moelib.runtime.storage import write_json
 from moelib.runtime.table import print_table
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ A file names classes, functions and enum members as `module:qualname`. It may na
 - the modules in the list CONFIG_MODULES of the module of --module.
 
 Everything else is refused before it is imported. The rule holds for the module where the object is
-defined, so that `moelib.runtime.files:os.remove` is refused too.
+defined, so that `moelib.runtime.storage:os.remove` is refused too.
 """
 
 import enum

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from moelib.evaluation.evaluations import Metrics
 from moelib.runtime import storage
 from moelib.runtime.figures import save_figure
-from moelib.runtime.files import atomic_file, write_json
+from moelib.runtime.storage import atomic_file, write_json
 from moelib.runtime.table import Table
 
 RESULTS_FILE = "results.json"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from moelib.core.config import did_you_mean
 from moelib.core.errors import MissingFileError, UserError
-from moelib.runtime.files import parse_json, read_text
+from moelib.runtime.storage import parse_json, read_text
 
 Line = Mapping[str, Any]
 

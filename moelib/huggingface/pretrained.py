@@ -40,8 +40,8 @@ from moelib.huggingface.tensors import (
 from moelib.models.causal_lm import CausalLM
 from moelib.parallel.sharding import abstract_arrays
 from moelib.runtime import storage
-from moelib.runtime.files import copy_file, read_json, write_json
 from moelib.runtime.processes import agreed
+from moelib.runtime.storage import copy_file, read_json, write_json
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 from moelib.core.config import config_class
 from moelib.core.errors import UserError
 from moelib.data.tokens.tokenizer import END_OF_TEXT, SETTINGS_FILE, Tokenizer, read_text
-from moelib.runtime.files import read_json
+from moelib.runtime.storage import read_json
 
 
 class PublishedTokenizer(Tokenizer):

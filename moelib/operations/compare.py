@@ -10,7 +10,7 @@ from moelib.operations.curves import RunMetrics
 from moelib.runs.folder import RunFolder
 from moelib.runs.metrics_file import MetricsReader, read_metrics
 from moelib.runtime.figures import save_figure
-from moelib.runtime.files import read_text
+from moelib.runtime.storage import read_text
 from moelib.runtime.table import Table
 
 _MAX_VALUES = 1000  # Values of a metric in memory; half are dropped at more.

@@ -14,7 +14,7 @@ from moelib.operations import faults
 from moelib.operations.faults import Fault
 from moelib.runs.folder import RunFolder
 from moelib.runs.metrics_file import read_metrics
-from moelib.runtime.files import write_json
+from moelib.runtime.storage import write_json
 from moelib.runtime.table import Table
 from moelib.train.watchers.bad_steps import SUSPECTED, BadSteps
 from moelib.train.watchers.device_check import DeviceCheck

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from moelib.core.errors import UserError
 from moelib.runtime import storage
-from moelib.runtime.files import atomic_file, parse_json, read_json, read_text, write_json
 from moelib.runtime.lock import LOCK_FILE, directory_lock
+from moelib.runtime.storage import atomic_file, parse_json, read_json, read_text, write_json
 
 if TYPE_CHECKING:  # Needs JAX, and the readers of a run's files do not.
     from moelib.checkpoint.contents import CheckpointRecord

@@ -19,8 +19,8 @@ from moelib.data.batches.input import Input
 from moelib.parallel.mesh import describe_mesh
 from moelib.runs.folder import EVENTS_FILE, RunFolder
 from moelib.runtime import storage
-from moelib.runtime.files import read_text
 from moelib.runtime.processes import gather_json
+from moelib.runtime.storage import read_text
 from moelib.runtime.versions import library_versions
 
 logger = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from moelib.parallel.sharding import abstract_arrays
 from moelib.runs import identity
 from moelib.runs.folder import CONFIG_FILE, RunFolder
 from moelib.runtime import storage
-from moelib.runtime.files import read_json
+from moelib.runtime.storage import read_json
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from moelib.runs.folder import METRICS_FILE
 from moelib.runtime import storage
-from moelib.runtime.files import parse_json, readable
+from moelib.runtime.storage import parse_json, readable
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from moelib.huggingface.pretrained import CONFIG_FILE, GENERATION_FILE
 from moelib.huggingface.published_tokenizer import read_tokenizer
 from moelib.runs.loading import stop_ids_of_model
 from moelib.runtime import storage
-from moelib.runtime.files import atomic_file, read_json, write_json
+from moelib.runtime.storage import atomic_file, read_json, write_json
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ import numpy as np
 from moelib.core.config_types import did_you_mean
 from moelib.core.errors import MissingFileError, UserError
 from moelib.runtime import storage
-from moelib.runtime.files import read_json, write_json
+from moelib.runtime.storage import read_json, write_json
 
 FOLDER = "routing"  # Below the folder of a run.
 FORMAT_VERSION = 1

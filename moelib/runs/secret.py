@@ -7,7 +7,7 @@ from typing import Any
 
 from moelib.core.config_types import InvalidConfigValueError
 from moelib.core.errors import UserError
-from moelib.runtime.files import read_text
+from moelib.runtime.storage import read_text
 
 _REFERENCE = re.compile(r"env:[A-Z_][A-Z0-9_]*|file:/.*[^/]")
 _CURE = "set env:NAME, of an environment variable, or file:PATH, of a file with an absolute path"

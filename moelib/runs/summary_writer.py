@@ -21,7 +21,7 @@ from moelib.core.module import Module
 from moelib.runs.folder import RunFolder
 from moelib.runs.tracker import Tracker, TrackerThread
 from moelib.runtime import storage
-from moelib.runtime.files import atomic_file, parse_json, readable
+from moelib.runtime.storage import atomic_file, parse_json, readable
 
 logger = logging.getLogger(__name__)
 

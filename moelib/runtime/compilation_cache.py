@@ -10,7 +10,7 @@ import os
 import pathlib
 import platform
 
-from moelib.runtime.files import user_cache_dir
+from moelib.runtime.storage import user_cache_dir
 
 _logger = logging.getLogger(__name__)
 

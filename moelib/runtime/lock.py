@@ -20,7 +20,7 @@ from typing import IO
 
 from moelib.core.errors import UserError
 from moelib.runtime import storage
-from moelib.runtime.files import writing
+from moelib.runtime.storage import writing
 
 logger = logging.getLogger(__name__)
 

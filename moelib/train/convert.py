@@ -27,7 +27,7 @@ from moelib.huggingface.pretrained import (
 from moelib.runs.folder import RunFolder
 from moelib.runs.loading import load_model, stop_ids_of_model, tokenizer_of_model
 from moelib.runtime import storage
-from moelib.runtime.files import atomic_file, read_json, write_json
+from moelib.runtime.storage import atomic_file, read_json, write_json
 from moelib.train.trainer import SpmdTrainer
 
 

@@ -1,6 +1,9 @@
-"""The program of a training step: its trace without data, its checks, and its compilation."""
+"""The program of a training step: its trace without data, its checks, and its compilation.
 
-from typing import TYPE_CHECKING, Any
+The functions take an `SpmdTrainer`, whose methods call them.
+"""
+
+from typing import Any
 
 import jax
 
@@ -18,11 +21,8 @@ from moelib.train.settings import schedule_on, warn_unused_schedule
 from moelib.train.step import TrainStep, make_own_train_step, make_train_step
 from moelib.train.watchers import gradient_noise
 
-if TYPE_CHECKING:
-    from moelib.train.trainer import SpmdTrainer
 
-
-def pipeline_of(trainer: "SpmdTrainer") -> PipelineConfig | None:
+def pipeline_of(trainer: Any) -> PipelineConfig | None:
     """Returns the pipeline of a step; see `SpmdTrainer.pipeline`."""
     cfg, num_ranks = trainer.config, trainer.mesh_sizes.get("pipeline", 1)
     schedule = schedule_on(cfg, trainer.mesh_sizes)
@@ -35,9 +35,7 @@ def pipeline_of(trainer: "SpmdTrainer") -> PipelineConfig | None:
     return PipelineConfig(schedule, num_ranks, uniform=on_cpus)
 
 
-def trace_step(
-    trainer: "SpmdTrainer", batch: Any, pipeline: PipelineConfig | None
-) -> jax.stages.Traced:
+def trace_step(trainer: Any, batch: Any, pipeline: PipelineConfig | None) -> jax.stages.Traced:
     """Returns the step in a pipeline, or without one, as a jaxpr.
 
     `batch` is that of `SpmdTrainer.trace_train_step`.
@@ -59,7 +57,7 @@ def trace_step(
     return traced
 
 
-def _step_function(trainer: "SpmdTrainer", pipeline: PipelineConfig | None) -> TrainStep:
+def _step_function(trainer: Any, pipeline: PipelineConfig | None) -> TrainStep:
     cfg = trainer.config
     if not trainer.model.has_own_step:
         return make_train_step(
@@ -78,7 +76,7 @@ def _step_function(trainer: "SpmdTrainer", pipeline: PipelineConfig | None) -> T
     return make_own_train_step(trainer.model, trainer.learner)
 
 
-def compile_step(trainer: "SpmdTrainer", batch: Any) -> jax.stages.Compiled:
+def compile_step(trainer: Any, batch: Any) -> jax.stages.Compiled:
     """Returns the compiled step, after warnings of settings without an effect.
 
     See `SpmdTrainer.compile_train_step`.

@@ -7,7 +7,7 @@ import pytest
 
 from moelib.core.errors import MissingFileError, UserError
 from moelib.runtime import storage
-from moelib.runtime.files import atomic_file, copy_file, read_json, read_text, write_json
+from moelib.runtime.storage import atomic_file, copy_file, read_json, read_text, write_json
 
 
 def test_objects_are_written_as_a_whole_and_listed(s3, tmp_path):

@@ -15,8 +15,8 @@ from moelib.runs.folder import RunFolder
 from moelib.runs.loading import load_model
 from moelib.runtime import lock as lock_module
 from moelib.runtime import storage
-from moelib.runtime.files import read_text
 from moelib.runtime.lock import DirectoryInUseError, directory_lock
+from moelib.runtime.storage import read_text
 from moelib.train.convert import from_hugging_face, to_hugging_face
 from tests import tiny
 from tests.train import small_run

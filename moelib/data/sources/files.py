@@ -17,7 +17,7 @@ from moelib.core.config import REQUIRED, config_class
 from moelib.core.config_types import PositiveInt
 from moelib.core.errors import MissingFileError, UserError
 from moelib.data.sources.source import BadRecords, Part, Source
-from moelib.runtime.files import readable
+from moelib.runtime.storage import readable
 
 # Bytes of text per part: enough to keep a worker busy, few enough to divide the work evenly.
 _MIN_PART_BYTES = 1 << 19

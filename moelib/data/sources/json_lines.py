@@ -14,7 +14,7 @@ from moelib.core.config import REQUIRED, config_class
 from moelib.core.errors import UserError
 from moelib.data.sources.files import EXPANSION, FileStamp, find_files, part_size
 from moelib.data.sources.source import BadRecordError, BadRecords, Part, Source
-from moelib.runtime.files import readable
+from moelib.runtime.storage import readable
 
 ENDINGS = tuple(
     stem + packed for stem in (".jsonl", ".json") for packed in ("", ".gz", ".zst", ".zstd")

@@ -10,7 +10,7 @@ from moelib.core.config import REQUIRED, config_class
 from moelib.core.errors import UserError
 from moelib.data.sources.files import FileStamp, find_files, part_size
 from moelib.data.sources.source import BadRecordError, BadRecords, Part, Source
-from moelib.runtime.files import readable
+from moelib.runtime.storage import readable
 
 PARQUET, ARROW = ".parquet", ".arrow"
 

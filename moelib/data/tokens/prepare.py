@@ -39,9 +39,9 @@ from moelib.data.tokens.store_check import hash_blocks
 from moelib.data.tokens.token_store import StoreMeta, TokenStore
 from moelib.data.tokens.tokenizer import Tokenizer
 from moelib.runtime import storage
-from moelib.runtime.files import read_json, sync_folder, write_json
 from moelib.runtime.lock import LOCK_FILE, directory_lock
 from moelib.runtime.progress import Progress, format_bytes
+from moelib.runtime.storage import read_json, sync_folder, write_json
 
 logger = logging.getLogger(__name__)
 

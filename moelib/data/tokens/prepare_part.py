@@ -22,7 +22,7 @@ from moelib.data.tokens.store_check import hash_blocks
 from moelib.data.tokens.token_source import check_vocabulary
 from moelib.data.tokens.token_store import json_digest
 from moelib.data.tokens.tokenizer import Tokenizer
-from moelib.runtime.files import read_json, write_json, writing
+from moelib.runtime.storage import read_json, write_json, writing
 
 logger = logging.getLogger(__name__)
 

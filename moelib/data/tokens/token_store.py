@@ -42,7 +42,7 @@ from moelib.data.tokens import store_check
 from moelib.data.tokens.token_source import TokenSource
 from moelib.data.tokens.tokenizer import FILE_NAME, NoTokenizerError, Tokenizer
 from moelib.runtime import storage
-from moelib.runtime.files import parse_json, readable, write_json
+from moelib.runtime.storage import parse_json, readable, write_json
 
 FORMAT = 1
 META = "meta.json"

@@ -24,8 +24,8 @@ import numpy.typing as npt
 from moelib.core.config import REQUIRED, Configurable, config_class, did_you_mean
 from moelib.core.errors import MissingFileError, UserError
 from moelib.runtime import storage
-from moelib.runtime.files import atomic_file, write_json
 from moelib.runtime.progress import format_seconds
+from moelib.runtime.storage import atomic_file, write_json
 
 logger = logging.getLogger(__name__)
 

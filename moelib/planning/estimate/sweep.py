@@ -13,7 +13,7 @@ from moelib.planning.estimate.estimate import Estimate, Estimator
 from moelib.planning.estimate.workload import read_workload
 from moelib.planning.hardware.topologies import describe
 from moelib.runtime.accelerators import ACCELERATORS
-from moelib.runtime.files import parse_json
+from moelib.runtime.storage import parse_json
 
 
 class Sweep(NamedTuple):

@@ -10,7 +10,7 @@ from moelib.parallel.mesh import describe_mesh
 from moelib.planning.hlo.values import COLLECTIVES
 from moelib.planning.report.count import OPERATIONS
 from moelib.planning.report.step_report import StepReport
-from moelib.runtime.files import parse_json
+from moelib.runtime.storage import parse_json
 from moelib.runtime.table import Table
 
 

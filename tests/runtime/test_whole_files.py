@@ -5,7 +5,7 @@ import os
 import pytest
 
 from moelib.core.errors import MissingFileError, UserError
-from moelib.runtime.files import read_json, read_text, readable, write_json
+from moelib.runtime.storage import read_json, read_text, readable, write_json
 
 
 def test_an_error_keeps_the_old_content(tmp_path):
