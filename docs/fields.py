@@ -22,7 +22,6 @@ CONTRACT = {
         "_end_step",
         "_own_active_parameters",
         "_own_forward_flops_per_token",
-        "_check_positive",
     ),
     "moelib.layers.norm.BaseNorm": ("_scaled",),
     "moelib.layers.transformer.BaseStack": ("_apply",),

@@ -19,6 +19,7 @@ Decay rates of means (b1, b2, beta, momentum) are 0 or more and below 1; others 
 
 from collections.abc import Sequence
 
+import jax
 import optax
 import optax.contrib
 
@@ -220,7 +221,7 @@ def muon_optimizer(
             square is like Adam's, and Adam's learning rates and decay can be used. If None,
             updates are multiplied by sqrt(max(1, fan out / fan in)).
         adam_learning_rate: Rate of AdamW; `learning_rate` if None.
-        adam_b1, adam_b2, adam_eps: Those of AdamW.
+        adam_b1, adam_b2, adam_eps: `b1`, `b2` and `eps` of AdamW.
         adam_axes: Logical axes whose weights AdamW updates: embedding and head.
         adam_paths: Regexes of whole paths whose weights AdamW updates too.
 
@@ -238,8 +239,13 @@ def muon_optimizer(
         )
     _check_decay_rates("muon_optimizer", beta=beta, adam_b1=adam_b1, adam_b2=adam_b2)
     specs = specs_by_path(param_specs)
-    scale = lambda path, update: update * _muon_scale(specs[path], consistent_rms)
-    axes = lambda path, _: _matrix_axes(specs[path])
+
+    def scale(path: str, update: jax.Array) -> jax.Array:
+        return update * _muon_scale(specs[path], consistent_rms)
+
+    def axes(path: str, _: jax.Array) -> optax.contrib.MuonDimensionNumbers:
+        return _matrix_axes(specs[path])
+
     muon = optax.chain(
         optax.contrib.scale_by_muon(
             beta=beta,
