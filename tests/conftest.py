@@ -6,6 +6,7 @@ Tests marked `gpu` run with `JAX_PLATFORMS=cuda,cpu pytest -m gpu`.
 
 import faulthandler
 import fnmatch
+import gc
 import logging
 import os
 import pathlib
@@ -118,7 +119,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Skips tests that compile a program, from here on, with --fast."""
+    """Keeps what is imported out of garbage collection; from here on, --fast skips compilation."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # A sixth of the time of tests whose programs are kept.
     if session.config.getoption("--fast"):
         jax.monitoring.register_event_listener(_skip_compilation)
 

@@ -32,7 +32,7 @@ from moelib.models.model import Model
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.trainer import SpmdTrainer
-from tests.layers.calling import QUICK
+from tests.layers import calling
 
 VOCAB_SIZE, DIM, NUM_EXPERTS = 32, 16, 4
 ROWS, SEQ_LEN = 8, 8
@@ -123,23 +123,25 @@ def objective(
     return result[0].mean + outputs.total_aux_loss(), (result, outputs)
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnums=0)
 def value_and_grad(model: CausalLM, params: Any, batch: Any) -> Any:
     """Returns ((objective, (what forward returned, collection)), gradients), compiled."""
     run = functools.partial(objective, model)
     return jax.value_and_grad(run, has_aux=True)(params, batch)
 
 
-def initial(model: BaseLayer, seed: int = 0, **jit_options: Any) -> Any:
-    """Returns the parameters of a model or layer, made under jit."""
-    init = model.initialize_parameters_recursively
-    return jax.jit(init, compiler_options=QUICK, **jit_options)(jax.random.key(seed))
-
-
 def mesh(**axes: int) -> jax.sharding.Mesh:
     """Returns a mesh over as many of the eight devices as its axes take."""
     shape = mesh_shape_from_axes(**axes)
     return create_device_mesh(shape, devices=jax.devices()[: int(np.prod(shape))])
+
+
+initial = calling.initial  # Of models, too.
+
+
+def assert_trees_equal(got: Any, want: Any) -> None:
+    """Asserts that trees have the same structure and values."""
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def assert_trees_close(got: Any, want: Any, tolerance: float = 1e-5) -> None:

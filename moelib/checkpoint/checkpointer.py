@@ -97,10 +97,10 @@ class Checkpointer(Module):
         cfg = self.config
         if cfg.keep_best_n and cfg.best_metric is None:
             raise UserError(
-                f"{self.path() or self.name}.keep_best_n={cfg.keep_best_n}: set best_metric to "
+                f"{self._title()}.keep_best_n={cfg.keep_best_n}: set best_metric to "
                 "'<evaler>/<metric>' too."
             )
-        every, name = cfg.local_every_n_steps, self.path() or self.name
+        every, name = cfg.local_every_n_steps, self._title()
         if every is not None and cfg.local_dir is None:
             raise UserError(
                 f"{name}.local_every_n_steps={every}; set local_dir, the folder on each host, too."

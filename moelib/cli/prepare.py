@@ -40,9 +40,6 @@ class Flags:
         None, "Number of worker processes; by default one per CPU core.", lower_bound=1
     )
     skip_bad_lines: bool = flag(False, "Skip and count broken records instead of failing.")
-    max_document_mb: int = flag(
-        64, "MB of text above which a document is a broken record.", lower_bound=1
-    )
     accept_lossy_tokenizer: bool = flag(
         False, "Accept a tokenizer that loses more than 1 % of the text."
     )
@@ -81,7 +78,6 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         num_processes=flags.num_processes or os.cpu_count() or 1,
         append_eos=flags.append_eos,
         skip_bad_records=flags.skip_bad_lines,
-        max_document_mb=flags.max_document_mb,
         accept_lossy_tokenizer=flags.accept_lossy_tokenizer,
         splits=splits,
         split_seed=flags.split_seed,

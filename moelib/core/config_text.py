@@ -22,7 +22,7 @@ import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -78,7 +78,7 @@ def _index(text: str) -> Key:
     """Returns the key in the brackets of a path: a number, or a quoted name."""
     if text[0] not in "'\"":
         return int(text)
-    with warnings.catch_warnings(action="ignore"):  # Of unknown escapes.
+    with warnings.catch_warnings(action="ignore"):  # Unknown escapes.
         return ast.literal_eval(text)
 
 
@@ -169,10 +169,8 @@ def is_plain(value: Any) -> bool:
     """Returns whether a value prints as one literal."""
     if is_record(value) or isinstance(value, enum.Enum):
         return False
-    if isinstance(value, list | tuple):
-        return all(map(is_plain, value))
-    if isinstance(value, dict):
-        return all(map(is_plain, value.values()))
+    if isinstance(value, _HOLDERS):
+        return all(is_plain(element) for _, element in children(value))
     return isinstance(value, type(None) | bool | int | float | str | bytes)
 
 
@@ -269,7 +267,7 @@ _NAMES = {"REQUIRED": REQUIRED, "nan": math.nan, "inf": math.inf}
 def read_literal(text: str) -> Any:
     """Returns the value of a literal. Raises ValueError if the text is not a literal."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # Of unknown escapes.
+        with warnings.catch_warnings(action="ignore"):  # Unknown escapes.
             return _read_node(ast.parse(text.strip(), mode="eval").body)
     except _LITERAL_ERRORS:
         raise ValueError(f"{shortened(text)} is not a literal.") from None
@@ -393,10 +391,13 @@ def _read(text: str, annotation: Any, current: Any) -> Any:
 def _read_as(text: str, kind: Any) -> Any:
     """Returns the value of a text as one kind, no union. Raises ValueError if it has none."""
     origin = typing.get_origin(kind) or kind
-    if words := _words_of(kind):
-        word = _unquoted(text)
-        if (found := words.get(word, words.get(word.lower(), words))) is not words:
-            return found
+    named = config_types.named_values(kind)
+    if isinstance(kind, enum.EnumType):  # Members by name in any case, or by value.
+        by_value = {str(member.value): member for member in kind}
+        named = by_value | {name.lower(): member for name, member in named.items()}
+    word = _unquoted(text) if named else text
+    if (found := named.get(word, named.get(word.lower(), named))) is not named:
+        return found
     if origin is str:
         return _unquoted(text)
     if convert := getattr(origin, "__config_convert__", None):
@@ -414,18 +415,6 @@ def _read_as(text: str, kind: Any) -> Any:
     if not config_types.fits(value, kind):
         raise ValueError("The text is a value of another kind.")
     return value
-
-
-def _words_of(kind: Any) -> dict[str, Any]:
-    """Returns the values that an annotation names by a word: None, literals, members of enums."""
-    if kind is type(None):
-        return {"none": None}
-    if typing.get_origin(kind) is Literal:
-        return {str(value): value for value in typing.get_args(kind)}
-    if isinstance(kind, enum.EnumType):
-        by_value = {str(member.value): member for member in kind}
-        return by_value | {member.name.lower(): member for member in kind}
-    return {}
 
 
 def _read_without_annotation(text: str, current: Any) -> Any:

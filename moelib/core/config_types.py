@@ -313,23 +313,28 @@ def describe_annotation(annotation: Any) -> str:
     return str(annotation).replace("typing.", "").replace("collections.abc.", "")
 
 
+def named_values(annotation: Any) -> dict[str, Any]:
+    """Returns the values that a Literal or an enum names, by name; none for another annotation."""
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return dict(annotation.__members__)
+    if typing.get_origin(annotation) is Literal:
+        return {str(value): value for value in typing.get_args(annotation)}
+    return {}
+
+
 def advice(annotation: Any, text: str | None = None) -> str:
     """Returns the end of an error message: the values that an annotation names, if it does.
 
     `text` is the wrong value of a flag, where a member of an enum has its bare name.
     """
-    named: list[str] = []
+    names: list[str] = []
     for option in options(annotation):
-        if option is RequiredFieldValue:
-            continue
-        if isinstance(option, type) and issubclass(option, enum.Enum):
-            owner = f"{option.__name__}." if text is None else ""
-            named += [f"{owner}{name}" for name in option.__members__]
-        elif typing.get_origin(option) is Literal:
-            named += map(str, typing.get_args(option))
-        elif option is bool:
-            named += ["True", "False"]
-    return f"; {did_you_mean(text or '', named)}" if named else "."
+        if option is not RequiredFieldValue:
+            is_member = text is None and isinstance(option, enum.EnumType)
+            owner = f"{option.__name__}." if is_member else ""
+            found = ("False", "True") if option is bool else named_values(option)
+            names += [f"{owner}{name}" for name in found]
+    return f"; {did_you_mean(text or '', names)}" if names else "."
 
 
 def is_secret(annotation: Any) -> bool:

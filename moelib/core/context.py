@@ -256,14 +256,17 @@ def inheriting(**values: Any) -> Iterator[None]:
         context.inherited = before
 
 
-def names_below(ancestor: ModuleLike, module: ModuleLike) -> tuple[str, ...] | None:
-    """Returns the names that lead from one module to another, or None if it is not inside."""
+def names_below(ancestor: ModuleLike | None, module: ModuleLike) -> tuple[str, ...] | None:
+    """Returns the names that lead from one module to another, or None if it is not inside.
+
+    Without an ancestor, the first name is that of the root.
+    """
     names: list[str] = []
     node: ModuleLike | None = module
     while node is not None and node is not ancestor:
         names.append(node.name)
         node = node.parent
-    return None if node is None else tuple(reversed(names))
+    return tuple(reversed(names)) if node is ancestor else None
 
 
 def _holder(context: InvocationContext, names: tuple[str, ...]) -> InvocationContext:
@@ -284,7 +287,7 @@ def call_context(module: ModuleLike) -> Iterator[InvocationContext]:
     Raises:
         OutsideError: If the module is not inside any module that runs.
     """
-    values = context_stack()[-1].inherited  # Those of the caller, whichever context holds it.
+    values = context_stack()[-1].inherited  # Values of the caller, whichever context holds it.
     for context in reversed(context_stack()):
         names = names_below(context.module, module)
         if names is not None:

@@ -11,7 +11,7 @@ class UserError(ValueError):
     both: `class UnknownFieldError(UserError, AttributeError)`.
     """
 
-    exit_status = 2  # Of a command that ends with it.
+    exit_status = 2  # Exit status of a command that ends with the error.
 
 
 class UsageError(UserError):
@@ -45,7 +45,7 @@ def refuse_single_strings(**values: object) -> None:
 
 SECRET_NAME = "(?:[A-Z0-9_]+_KEY|[A-Z0-9_]*(?:TOKEN|SECRET|PASSWORD))"  # Names of variables.
 _PASSWORDS = (
-    re.compile(r"(://[^/\s:@'\"]*:)[^/\s@'\"]+(?=@)"),  # Of a URL.
+    re.compile(r"(://[^/\s:@'\"]*:)[^/\s@'\"]+(?=@)"),  # Passwords in URLs.
     re.compile(rf"(\b{SECRET_NAME}['\"]?\s*[=:]\s*[({{\['\"]*)(?!env:|file:)[^\s'\",}}]+"),
 )
 

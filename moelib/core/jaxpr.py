@@ -162,7 +162,7 @@ def inner_jaxprs(eqn: Any) -> Iterator[InnerJaxpr]:
     for name, value in eqn.params.items():
         several = isinstance(value, tuple | list)
         for i, each in enumerate(value if several else (value,)):
-            jaxpr = getattr(each, "jaxpr", each)  # Of a closed jaxpr.
+            jaxpr = getattr(each, "jaxpr", each)  # The jaxpr of a closed one.
             if hasattr(jaxpr, "eqns"):
                 yield InnerJaxpr(f"{name}[{i}]" if several else name, jaxpr, trip_count)
 

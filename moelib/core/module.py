@@ -135,10 +135,7 @@ class Module(Configurable):
 
     def path(self) -> str:
         """Returns the names from below the root, as "decoder.layer0.attention"; "" for the root."""
-        if self.parent is None:
-            return ""
-        above = self.parent.path()
-        return f"{above}.{self.name}" if above else self.name
+        return ".".join((context.names_below(None, self) or ())[1:])
 
     def _title(self) -> str:
         """Returns the name of this module in errors: its config's path, or the name of the root."""

@@ -25,8 +25,6 @@ from typing import Any
 from moelib.core import config_types, module_names
 from moelib.core.errors import UserError, refuse_single_strings
 
-_MOELIB = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
 # The functions of moelib that configs name.
 _FUNCTIONS = ("moelib.checkpoint.policy", "moelib.layers", "moelib.learner")
 
@@ -34,7 +32,7 @@ _FUNCTIONS = ("moelib.checkpoint.policy", "moelib.layers", "moelib.learner")
 _PURE = ("jax.nn", "jax._src.nn", "optax")
 _DTYPE_MODULES = ("jax.numpy", "ml_dtypes", "numpy")
 
-_MOVED = "If {} has moved, import it in {} too."
+_MOELIB = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 _modules: set[str] = set()  # Modules and packages that the user has allowed in this process.
 _folders: set[str] = set()  # Folders whose modules the user has allowed.
@@ -84,20 +82,19 @@ def resolve(text: str, names: Mapping[str, Any] | None = None) -> Any:
         return names[text]
     module, _, qualname = text.partition(":")
     dtype = module in _DTYPE_MODULES and config_types.is_dtype_name(qualname)
+    moved = f"If {qualname} has moved, import it in {module} too."
     if not dtype and not _may_import(module):
-        top = module.partition(".")[0]
-        refusal = f"a config file may not name {module!r}, as in {text!r}"
+        refusal, top = f"a config file may not name {module!r}, as in {text!r}", _top(module)
         if top in sys.stdlib_module_names:
             raise UntrustedNameError(f"{refusal}: it is of Python's standard library.")
-        is_known = module_names.find_module(top)
-        raise (UntrustedNameError if is_known else UnknownModuleError)(
-            f"{refusal}. If you trust this code, pass --module={top}, or the folder that holds it "
-            f"as --module_dir.{'' if is_known else ' ' + _MOVED.format(qualname, module)}"
-        )
+        cure = f"pass --module={top}, or the folder that holds it as --module_dir."
+        if module_names.find_module(top) is None:
+            raise UnknownModuleError(f"{refusal}. If you trust this code, {cure} {moved}")
+        raise UntrustedNameError(f"{refusal}. If you trust this code, {cure}")
     try:
         value = config_types.resolve_reference(text)
     except UserError as error:
-        raise UserError(f"{error} {_MOVED.format(qualname, module)}") from error
+        raise UserError(f"{error} {moved}") from error
     if not dtype and not _may_use(value):
         raise UntrustedNameError(
             f"a config file may not name {text!r}: only components, not all code of {module!r}. If "
@@ -107,19 +104,15 @@ def resolve(text: str, names: Mapping[str, Any] | None = None) -> Any:
 
 
 def _may_import(module: str) -> bool:
-    top = module.partition(".")[0]
-    if top in ("__main__", os.path.basename(_MOELIB)):
+    """Returns whether a config file may name objects of a module; it is not imported."""
+    top = _top(module)
+    if top in ("__main__", "moelib") or _within(module, (*_PURE, *_modules)):
         return True
-    if _within(module, (*_PURE, *_modules)):
-        return True
-    if is_of_the_user(_location(getattr(sys.modules.get(top), "__spec__", None))):
-        return True
-    try:
-        found = module_names.find_module(top)
-        location = _location(importlib.util.find_spec(found)) if found else ""
-    except ValueError:  # A module without a spec.
+    if not (source := _source(top)):
         return False
-    folder = os.path.dirname(location)
+    if top in sys.modules and is_of_the_user(source):
+        return True
+    folder = os.path.dirname(source)
     named_configs = top in module_names.EXPERIMENTS and folder == os.path.dirname(_MOELIB)
     return named_configs or os.path.realpath(folder) in _folders
 
@@ -130,7 +123,7 @@ def _may_use(value: Any) -> bool:
     if not config_types.has_reference(owner):
         return False
     module, name = getattr(owner, "__module__", None) or "", owner.__qualname__
-    if module.partition(".")[0] != "moelib" or _within(f"{module}.{name}", _FUNCTIONS):
+    if _top(module) != "moelib" or _within(f"{module}.{name}", _FUNCTIONS):
         return _may_import(module)
     return isinstance(owner, type) and (
         hasattr(owner, "default_config")
@@ -140,17 +133,25 @@ def _may_use(value: Any) -> bool:
     )
 
 
+def _top(module: str) -> str:
+    return module.partition(".")[0]
+
+
 def _within(name: str, packages: Iterable[str]) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
-def _location(spec: Any) -> str:
-    """Returns the file or folder that a module or package is imported from, "" if unknown."""
-    if spec is None:
+def _source(module: str) -> str:
+    """Returns the file or folder of a top-level module; "" if it is unknown or built in."""
+    try:
+        spec = importlib.util.find_spec(module_names.find_module(module) or module)
+    except ValueError:  # A module without a spec.
         return ""
-    if folders := list(spec.submodule_search_locations or ()):
-        return os.path.abspath(folders[0])
-    return os.path.abspath(spec.origin) if spec.has_location else ""
+    if spec is not None and spec.submodule_search_locations:
+        return os.path.abspath(spec.submodule_search_locations[0])
+    if spec is not None and spec.has_location and spec.origin:
+        return os.path.abspath(spec.origin)
+    return ""
 
 
 def is_of_the_user(file: str) -> bool:

@@ -159,7 +159,7 @@ class Learner(Module):
         return chosen
 
     def _field(self, name: str) -> str:
-        return f"{self.path() or self.name}.{name}"
+        return f"{self._title()}.{name}"
 
     def _build(self, field: str, cfg: Any) -> optax.GradientTransformation:
         """Returns the optimizer of a config, with every unset `ModelSpecs` in it filled in."""
@@ -262,7 +262,7 @@ class Learner(Module):
                     "%s: the learning rate of optimizer %r is not logged, because its state does "
                     "not hold it; set it to config_for_function(optax.inject_hyperparams("
                     "optax.adam)).set(learning_rate=...), for example.",
-                    self.path() or self.name,
+                    self._title(),
                     label,
                 )
         return state_specs(state, self._param_specs)

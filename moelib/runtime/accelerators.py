@@ -7,14 +7,14 @@ import dataclasses
 # NVIDIA's tables without sparsity, SXM modules unless named. float32 is at JAX's default matmul
 # precision: one bfloat16 pass on TPU, TF32 on GPU.
 _PEAK_TFLOPS: dict[str, tuple[float, float, float | None]] = {
-    "TPU v2": (22.5, 22.5, None),  # Of a core, which is a device: half a chip.
-    "TPU v3": (61.5, 61.5, None),  # Of a core.
+    "TPU v2": (22.5, 22.5, None),  # Per core, which is a JAX device; half a chip.
+    "TPU v3": (61.5, 61.5, None),  # Per core.
     "TPU v4": (275.0, 275.0, None),
     "TPU v5 lite": (197.0, 197.0, None),
     "TPU v5e": (197.0, 197.0, None),
     "TPU v5": (459.0, 459.0, None),
     "TPU v6": (918.0, 918.0, None),
-    "TPU7x": (1153.5, 1153.5, 2307.0),  # Of a core.
+    "TPU7x": (1153.5, 1153.5, 2307.0),  # Per core.
     "NVIDIA A10G": (70.0, 35.0, None),
     "NVIDIA A100": (312.0, 156.0, None),
     "NVIDIA L4": (121.0, 60.0, 242.5),

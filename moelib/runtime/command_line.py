@@ -191,20 +191,12 @@ def run_command[T](
             run(*parse_flags(cls, [each for each in arguments if each != TRACEBACK]))
     except BrokenPipeError:  # The reader of the output, such as `head`, has closed it.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
-    except UserError as error:
-        if TRACEBACK in arguments:
+    except (UserError, OSError) as error:
+        if TRACEBACK in arguments or not (line := one_line(error)):
             raise
-        print(f"{name}: {one_line(error)}", file=sys.stderr)
+        print(f"{name}: {line}", file=sys.stderr)
         sys.last_exc = error  # As Python does with errors that it prints: see lost_process.
-        return error.exit_status
-    except OSError as error:
-        if TRACEBACK in arguments or error.errno not in _OF_THE_SYSTEM:
-            raise
-        file = error.filename2 or error.filename or "A file"  # The target of a copy, or the file.
-        text = masked(f"{file}: {error.strerror} ({TRACEBACK} shows more)")
-        print(f"{name}: {text}", file=sys.stderr)
-        sys.last_exc = error
-        return 2
+        return getattr(error, "exit_status", UserError.exit_status)
     return 0
 
 
@@ -221,8 +213,15 @@ def command_help(cls: type, text: str) -> str:
     return "\n".join(lines)
 
 
-def one_line(error: UserError) -> str:
-    """Returns an error's message, where it was raised in the user's own code, and a hint."""
+def one_line(error: UserError | OSError) -> str:
+    """Returns an error's message, where it was raised in the user's own code, and a hint.
+
+    Of errors of files, only those have one that the system gives whatever the code does.
+    """
+    if not isinstance(error, UserError):
+        file = error.filename2 or error.filename or "A file"  # The target of a copy, or the file.
+        text = masked(f"{file}: {error.strerror} ({TRACEBACK} shows more)")
+        return text if error.errno in _OF_THE_SYSTEM else ""
     message = cut(" ".join(str(error).split()), 2000)
     if isinstance(error, UsageError):
         return message

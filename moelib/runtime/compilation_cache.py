@@ -56,7 +56,7 @@ def kind_of_processor() -> str:
         lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:  # Not Linux.
         lines = []
-    known = ("flags", "Features", "model name", "CPU part")  # Of x86 and Arm.
+    known = ("flags", "Features", "model name", "CPU part")  # Fields of x86 and Arm.
     parts = sorted({line for line in lines if line.startswith(known)})
     text = "\n".join([platform.machine(), platform.processor(), *parts])
     return f"{platform.machine()}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"

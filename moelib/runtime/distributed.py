@@ -80,7 +80,7 @@ def check_job() -> None:
     """
     if jax.process_count() == 1:
         return
-    if not jax.distributed.is_initialized():  # Those of a TPU slice compute without it.
+    if not jax.distributed.is_initialized():  # Processes of a TPU slice compute without it.
         raise UserError(
             f"{jax.process_count()} processes are not connected, and SIGTERM would lose steps; "
             "call moelib.runtime.distributed.initialize_distributed() before anything computes."

@@ -25,19 +25,22 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def atomic_file(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
-    """Opens a temporary text file next to `path`, which replaces `path` when the block ends.
+def atomic_file(path: str | os.PathLike[str], *, binary: bool = False) -> Iterator[IO[Any]]:
+    """Opens a temporary file next to `path`, which replaces `path` when the block ends.
 
     The content is synced to disk first; an object is written when the block ends. An error inside
     the block leaves `path` as it was.
     """
     if storage.is_remote(path):
-        yield (text := io.StringIO())
-        storage.write_bytes(os.fspath(path), text.getvalue().encode())
+        content = io.BytesIO()
+        yield (file := content if binary else io.TextIOWrapper(content, "utf-8"))
+        file.flush()
+        storage.write_bytes(os.fspath(path), content.getvalue())
         return
     temporary = f"{os.fspath(path)}.tmp-{os.getpid()}"
     try:
-        with writing(path), open(temporary, "w", encoding="utf-8") as file:
+        mode, encoding = ("wb", None) if binary else ("w", "utf-8")
+        with writing(path), open(temporary, mode, encoding=encoding) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -126,14 +129,8 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def copy_file(source: str, target: str) -> None:
     """Copies a file or an object as a whole, with the permissions of a new file."""
-    if storage.is_remote(target):
-        with storage.open_to_read(source, "rb") as read:
-            storage.write_bytes(target, read.read())
-        return
-    temporary = f"{target}.tmp-{os.getpid()}"
-    with storage.open_to_read(source, "rb") as read, open(temporary, "wb") as file:
+    with storage.open_to_read(source, "rb") as read, atomic_file(target, binary=True) as file:
         shutil.copyfileobj(read, file)
-    os.replace(temporary, target)
 
 
 def user_cache_dir(name: str) -> str:

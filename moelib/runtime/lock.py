@@ -186,7 +186,7 @@ def _take(directory: str, owner: str, setting: str) -> int:
             "%s cannot be locked (no conditional writes): start nothing else in it.", directory
         )
     leases = set(_leases(directory))
-    if later := {x for x in leases if x > before + 1}:  # Of an older listing.
+    if later := {x for x in leases if x > before + 1}:  # Leases created since the first listing.
         storage.remove(path)
         raise _lease_in_use(directory, max(later), setting)
     with contextlib.suppress(OSError):  # They are not the highest, and count for nothing.

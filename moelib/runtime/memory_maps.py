@@ -11,7 +11,7 @@ _logger = logging.getLogger(__name__)
 
 _MAPS = pathlib.Path("/proc/self/maps")
 _LIMIT = pathlib.Path("/proc/sys/vm/max_map_count")
-_SHARE = 0.8  # Of the limit, above which a process is warned.
+_SHARE = 0.8  # Share of the limit above which a process is warned.
 
 
 def count() -> int:

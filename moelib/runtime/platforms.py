@@ -33,7 +33,7 @@ def hide_absent_tpus() -> None:
     describe_absent_tpus()
 
 
-# Of a GPU's memory, what a process takes.
+# Share of a GPU's memory that a process takes.
 GPU_MEMORY_SHARE = 0.92
 
 

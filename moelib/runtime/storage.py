@@ -24,8 +24,8 @@ _CODES = {
     FileExistsError: errno.EEXIST,
     IsADirectoryError: errno.EISDIR,
 }
-_UPLOAD_SECONDS = 60.0  # Between two uploads of a file that grows.
-_UPLOAD_SHARE = 0.05  # Of the time, at most, for files that take long.
+_UPLOAD_SECONDS = 60.0  # Minimum time between two uploads of a file that grows.
+_UPLOAD_SHARE = 0.05  # Largest share of the time that uploads of a file take.
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:

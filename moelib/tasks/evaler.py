@@ -45,7 +45,7 @@ class ExampleEvaler(SpmdEvaler):
         if num_tokens > 0 or (num_tokens == 0 and self._source.max_batches is not None):
             return
         raise UserError(
-            f"{self.path() or self.name}: the weights of all examples are 0, or one is negative "
+            f"{self._title()}: the weights of all examples are 0, or one is negative "
             "or NaN; return (sum, weight) from loss, with weights of 0 or more."
         )
 

@@ -135,7 +135,7 @@ class SpmdEvaler(Module):
     def _check_weight(self, num_tokens: float) -> None:
         if not num_tokens:
             raise UserError(
-                f"{self.path() or self.name}: the input has no token to predict; set input to one "
+                f"{self._title()}: the input has no token to predict; set input to one "
                 "that contains text."
             )
 

@@ -9,6 +9,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from moelib.core import tree
+from moelib.core.context import names_below
 from moelib.core.errors import UserError
 from moelib.core.jaxpr import forward_pass
 from moelib.core.param import ParameterSpec, is_spec
@@ -45,7 +46,7 @@ def shard_external_layers(
     Raises:
         UserError: The errors of `auto_partition_specs`.
     """
-    below = lambda layer: layer.path().removeprefix(model.path()).replace(".", "/").strip("/")
+    below = lambda layer: "/".join(names_below(model, layer) or ())
     layers = {below(layer): layer for layer, _ in model.walk() if isinstance(layer, ExternalLayer)}
     path_of = lambda prefix, name: f"{prefix}/{name}" if prefix else name
     used: dict[str, PartitionSpec] = {}

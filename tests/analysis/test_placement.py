@@ -20,7 +20,7 @@ from moelib.planning.estimate.transfers import _mean_destinations
 from moelib.runs.routing_file import RoutingLog
 from tests import tiny
 from tests.analysis.planted import LAYER, plant
-from tests.layers.calling import QUICK, build, call, initial
+from tests.layers.calling import build, call, initial
 
 B, S, D, E, K = 8, 16, 4, 8, 3
 RNG = np.random.default_rng(0)
@@ -43,7 +43,7 @@ def num_dropped(dispatcher):
         routing = Routing(jnp.asarray(IDS, jnp.int32), weights, nothing, nothing, jnp.asarray(MASK))
         return call(layer, params, params["experts"], x, routing, method="_routed")
 
-    return int(jax.jit(run, compiler_options=QUICK)(jnp.ones((B, S, D))).num_dropped)
+    return int(jax.jit(run)(jnp.ones((B, S, D))).num_dropped)
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.5])
@@ -92,7 +92,7 @@ def test_predicted_rows_are_those_that_the_ragged_exchange_sends(monkeypatch, tm
     out = PartitionSpec("data", "expert")
     with jax.set_mesh(tiny.mesh(data=2, expert=4)):
         mapped = jax.shard_map(run, in_specs=(split, split), out_specs=out)
-        sent = jax.jit(mapped, compiler_options=QUICK)(jnp.asarray(IDS, jnp.int32), MASK)
+        sent = jax.jit(mapped)(jnp.asarray(IDS, jnp.int32), MASK)
     rows = placement.rows_sent(LOGGED, placement.contiguous(E, 4), outer=2)
     np.testing.assert_array_equal(np.asarray(sent)[:, 0].sum(0), rows)
     assert 0 < placement.remote(rows) < rows.sum()

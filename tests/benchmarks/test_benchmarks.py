@@ -22,7 +22,6 @@ from moelib.core.errors import UsageError
 from moelib.layers.moe.dispatch import SortedDispatcher
 from moelib.layers.moe.layer import MoELayer
 from moelib.models.cost import model_cost
-from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.runs.metrics_file import read_metrics
 from moelib.runtime.command_line import run_command
 
@@ -86,17 +85,6 @@ def test_the_flops_of_attention_are_those_of_the_scores_that_count():
     for name, window in (("attention", 16), ("window", 4)):
         scores = 8 * 2 * ((ahead >= 0) & (ahead < window)).sum()  # Of 8 rows and 2 heads.
         assert cases[name].flops == 3 * 2 * 2 * 16 * scores
-
-
-@pytest.mark.slow
-def test_dispatchers_that_drop_nothing_give_the_same_gradients_on_all_devices():
-    with jax.set_mesh(create_device_mesh(mesh_shape_from_axes(expert=-1))):
-        cases = bench_cases.dispatch_cases(SMALL, "balanced")
-        made = {name: jax.tree.leaves(jax.device_get(case.run())) for name, case in cases.items()}
-    for name, leaves in made.items():  # Balanced routing fits every capacity.
-        for a, b in zip(leaves, made["dense"], strict=True):
-            scale = max(np.abs(b).max(), 1e-3)
-            np.testing.assert_allclose(a / scale, b / scale, atol=2e-5, err_msg=name)
 
 
 @pytest.mark.parametrize(("routing", "most"), [("balanced", 1.0), ("skewed", 2.0)])

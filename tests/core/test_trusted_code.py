@@ -74,6 +74,19 @@ def test_a_refused_standard_module_is_not_recommended():
     assert "--module" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["os:system", "posix:system", "sys:exit", "builtins:eval"])
+def test_the_current_folder_allows_no_module_without_a_file(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(trusted_code, "_folders", set())
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_layers.py").write_text("class Layer: pass")
+    trusted_code.allow_folder(".")
+    with pytest.raises(UntrustedNameError, match=name):
+        resolve(name)
+    assert resolve("own_layers:Layer").__name__ == "Layer"
+    sys.modules.pop("own_layers")
+
+
 def test_code_of_a_notebook_may_be_named(monkeypatch):
     notebook = types.ModuleType("__main__")
     notebook.Own = type("Own", (), {"__module__": "__main__"})  # pyrefly: ignore

@@ -6,8 +6,8 @@ import pytest
 
 from docs.generate import ROOT
 from experiments import flame_moe
+from moelib.checkpoint.contents import CheckpointRecord, RunRecord
 from moelib.cli.main import run
-from moelib.runs.folder import RunFolder
 
 TINY = "--module=experiments.flame_moe --config=flame-moe-tiny"
 TRAIN = f"train {TINY} --data_dir=nowhere --trainer_dir=runs/a"
@@ -60,8 +60,9 @@ def test_a_message_is_on_the_page(command, message, capsys):
 
 @pytest.mark.parametrize("name", ["checkpoints", "troubleshooting"])
 def test_a_folder_of_another_run_is_refused_as_the_page_shows(name, capsys):
-    RunFolder("runs/a").write_config(flame_moe.tiny().set(dir="runs/a"))
-    pathlib.Path("runs/a/checkpoints/step_00000005").mkdir(parents=True)
+    cfg = flame_moe.tiny().set(dir="runs/a")
+    run_record = RunRecord(step=5, config=cfg.debug_string())
+    CheckpointRecord.of(run_record, {}, {}).write("runs/a/checkpoints/step_00000005")
     assert run(f"{TRAIN} --set input.global_batch_size=16".split()) == 2
     message = "runs/a belongs to another run: input.global_batch_size is 8 there, and 16 in this"
     assert message in words(capsys.readouterr().err)

@@ -20,10 +20,12 @@ from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.train import metrics, state
 from moelib.train.step import make_train_step
 from moelib.train.trainer import SpmdTrainer
+from moelib.verify.batches import packed_batch
 from tests import tiny
+from tests.train.test_step import start_of
 
-ROWS, SEQ_LEN, VOCAB_SIZE = 16, 16, 32
-QUICK = {"xla_backend_optimization_level": 0}
+pytestmark = pytest.mark.slow
+ROWS, SEQ_LEN = 16, 16
 
 MESHES = [
     {"expert": 2, "fsdp": 2, "model": 2},
@@ -65,29 +67,6 @@ def trainer(remat_fields: dict[str, Any] | None = None, **moe_fields: Any) -> Sp
     return cfg.instantiate(parent=None)
 
 
-@functools.cache
-def packed_batch(seed: int = 0) -> dict[str, np.ndarray]:
-    """Returns rows of two documents each, with 0 to 3 tokens of padding after them.
-
-    The loss counts the second document of every other row only.
-    """
-    rng = np.random.default_rng(seed)
-    shape = (ROWS, SEQ_LEN)
-    ids = rng.integers(0, VOCAB_SIZE, shape)
-    index = np.broadcast_to(np.arange(SEQ_LEN), shape)
-    second = rng.integers(2, SEQ_LEN, (ROWS, 1))  # Where the second document begins.
-    end = SEQ_LEN - np.arange(ROWS)[:, None] % 4
-    segments = np.where(index >= end, 0, np.where(index < second, 1, 2))
-    counted = (segments > 0) & ((segments == 2) | (np.arange(ROWS)[:, None] % 2 == 0))
-    batch = {
-        "input_ids": ids,
-        "target_labels": np.where(counted, np.roll(ids, -1, 1), -1),
-        "segment_ids": segments,
-        "positions": np.where(index < second, index, index - second),
-    }
-    return {name: value.astype(np.int32) for name, value in batch.items()}
-
-
 def run(made: SpmdTrainer, start: Any, axes: dict[str, int] | None, num_steps: int = 1) -> Any:
     """Returns (state, metrics) after some steps on a mesh, or on one device."""
     step = make_train_step(made.model, made.learner, num_microbatches=2)
@@ -95,25 +74,20 @@ def run(made: SpmdTrainer, start: Any, axes: dict[str, int] | None, num_steps: i
     mesh = create_device_mesh(mesh_shape_from_axes(**(axes or {})), devices=devices)
     with jax.set_mesh(mesh):
         places = sharding.named_shardings(made.trainer_state_specs, mesh)
-        step = jax.jit(step, out_shardings=(places, None), compiler_options=QUICK)
+        step = jax.jit(step, out_shardings=(places, None))
         at = jax.device_put(start, places)
         packed = None
         for i in range(num_steps):
             split = state.batch_sharding(ROWS, SEQ_LEN, mesh)
-            at, packed = step(at, jax.device_put(packed_batch(i), split))
+            batch = packed_batch(ROWS, SEQ_LEN, tiny.VOCAB_SIZE, seed=i)
+            at, packed = step(at, jax.device_put(batch, split))
     return at, metrics.unpack(packed)
-
-
-def initial(made: SpmdTrainer) -> Any:
-    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    places = jax.tree.map(lambda _: one, made.trainer_state_specs)
-    return jax.device_get(state.init_state(made.model, made.learner, 0, places))
 
 
 @functools.cache
 def expected() -> tuple[Any, Any, Any]:
     made = trainer()
-    start = initial(made)
+    start = jax.device_get(start_of(made))
     after, found = run(made, start, None)
     return start, jax.device_get(after), found
 
@@ -130,22 +104,17 @@ def check(got: Any, found: Any) -> None:
     assert found == pytest.approx(want_metrics, rel=1e-5, abs=1e-6)
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize("axes", [pytest.param(m, marks=SLOW) for m in MESHES], ids=str)
+@pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_a_step_is_the_same_on_every_mesh(axes):
     check(*run(trainer(), expected()[0], axes))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fields", REMATS.values(), ids=REMATS)
 @pytest.mark.parametrize("axes", [MESHES[0], MESHES[10]], ids=str)
 def test_a_step_is_the_same_under_every_remat(axes, fields):
     check(*run(trainer(fields), expected()[0], axes))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "dispatcher",
     [RingDispatcher.default_config(), CapacityDispatcher.default_config().set(capacity_factor=4.0)],
@@ -155,7 +124,6 @@ def test_a_step_is_the_same_with_every_dispatcher(dispatcher):
     check(*run(trainer(dispatcher=dispatcher), expected()[0], MESHES[11]))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("axes", [MESHES[0], MESHES[7], MESHES[10]], ids=str)
 def test_what_is_replicated_is_equal_on_all_devices_after_ten_steps(axes):
     made = trainer()

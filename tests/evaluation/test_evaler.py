@@ -9,7 +9,6 @@ from moelib.data.batches.synthetic import SyntheticInput
 from moelib.data.sources.source import InMemorySource
 from moelib.data.tokens.prepare import prepare
 from moelib.data.tokens.token_store import TokenStore
-from moelib.data.tokens.tokenizer import Tokenizer
 from moelib.evaluation.evaler import TaskEvaler
 from moelib.evaluation.evaluations import run_evaluations
 from moelib.evaluation.multiple_choice import task_evaluation
@@ -23,11 +22,6 @@ MESH = (1, 2, 1, 4, 1, 1)
 SYNTHETIC = SyntheticInput.default_config().set(
     seq_len=8, global_batch_size=8, vocab_size=folders.PADDED_VOCAB_SIZE
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer.default_config().set(path=str(folders.DATA)).instantiate()
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from moelib.core.errors import UserError
-from moelib.data.tokens.tokenizer import Tokenizer
 from moelib.evaluation.requests import Request, encode_pairs
 from moelib.evaluation.scoring import Scorer
 from moelib.huggingface.published_tokenizer import PublishedTokenizer
@@ -43,11 +42,6 @@ def adapter():
         for name in [n for n in sys.modules if n.partition(".")[0] == "lm_eval"]:
             del sys.modules[name]
         del sys.modules["moelib.evaluation.lm_eval_model"]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer.default_config().set(path=str(folders.DATA)).instantiate()
 
 
 def loaded(model, parameters, tokenizer):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from moelib.core.errors import UserError
-from moelib.data.tokens.tokenizer import ByteTokenizer, Tokenizer
+from moelib.data.tokens.tokenizer import ByteTokenizer
 from moelib.evaluation.evaluations import run_evaluations
 from moelib.evaluation.multiple_choice import accuracies, prompts, task_evaluation
 from moelib.evaluation.scoring import Score, Scorer
@@ -15,11 +15,6 @@ from tests.evaluation.bag_lm import bag_lm
 
 FIXTURES = json.loads(folders.FIXTURES.read_text(encoding="utf-8"))
 CASES = [name for name in FIXTURES if name != "rolling"]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer.default_config().set(path=str(folders.DATA)).instantiate()
 
 
 @pytest.fixture(scope="module")

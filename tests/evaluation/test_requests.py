@@ -1,16 +1,9 @@
 """Texts as tokens: where a continuation begins."""
 
-import pytest
-
-from moelib.data.tokens.tokenizer import ByteTokenizer, Tokenizer
+from moelib.data.tokens.tokenizer import ByteTokenizer
 from moelib.evaluation.requests import encode_pairs, encode_texts
 from moelib.huggingface.published_tokenizer import PublishedTokenizer
 from tests.evaluation import folders
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer.default_config().set(path=str(folders.DATA)).instantiate()
 
 
 def test_spaces_at_the_end_of_a_context_go_to_the_continuation(tokenizer):

@@ -20,7 +20,6 @@ from moelib.huggingface.tensors import TensorMismatchError, checkpoint_tensors
 from moelib.runs.loading import load_model
 from moelib.train import convert
 from tests.huggingface.test_parity import batch, logits_of
-from tests.layers.calling import QUICK
 
 FOLDER = pathlib.Path(__file__).parent / "multi_token"
 
@@ -30,7 +29,7 @@ def loaded():
     return load_pretrained(str(FOLDER), multi_token_prediction=True)
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnums=0)
 def computed(model, params, inputs):
     """Returns ((objective, summaries), gradients)."""
 

@@ -19,7 +19,6 @@ from moelib.huggingface.tensor_mapping import layer_numbers
 from moelib.huggingface.tensors import checkpoint_tensors, load_parameters
 from moelib.layers.moe.balance import BalanceScope, LoadBalanceLoss
 from moelib.layers.moe.layer import MoELayer
-from tests.layers.calling import QUICK
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 FAMILIES = sorted(path.name for path in FIXTURES.iterdir())
@@ -72,12 +71,12 @@ def batch(want, rows=slice(None), tokens=slice(None)):
     return {name: jnp.asarray(x[rows, tokens], jnp.int32) for name, x in arrays.items()}
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnums=0)
 def logits_of(model, params, inputs):
     return functional(model, None, params, (inputs,), is_training=False, method="logits")[0]
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnums=0)
 def computed(model, params, inputs):
     """Returns (loss, its gradients, module outputs, auxiliary loss)."""
 

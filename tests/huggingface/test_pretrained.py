@@ -16,7 +16,6 @@ from safetensors.numpy import load_file, save_file
 from experiments import flame_moe
 from moelib.checkpoint.contents import CheckpointMismatchError
 from moelib.checkpoint.safetensors import TensorFolder
-from moelib.core import tree
 from moelib.core.errors import UserError
 from moelib.core.param import is_spec
 from moelib.data.tokens.tokenizer import ByteTokenizer
@@ -39,7 +38,7 @@ from moelib.layers.transformer import LoopStack
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.train.init_from import InitFrom
 from tests.python_process import finish, free_port, start
-from tests.tiny import trainer_config
+from tests.tiny import assert_trees_equal, trainer_config
 from tests.train import import_memory
 from tests.two_processes import run_as_two
 
@@ -67,11 +66,6 @@ def model_of(family, **settings):
     return read_model(changed(read_settings(str(FIXTURES / family)), settings), "config.json")[1]
 
 
-def check_equal(a, b):
-    for (path, x), (_, y) in zip(tree.flatten_items(a), tree.flatten_items(b), strict=True):
-        np.testing.assert_array_equal(x, y, err_msg=path)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="measures as Linux does")
 def test_no_more_than_two_tensors_are_held_next_to_the_model(tmp_path):
@@ -97,7 +91,7 @@ def test_a_mesh_holds_what_one_device_holds_and_writes_what_reads_back(family, t
     mesh = create_device_mesh(mesh_shape_from_axes(expert=2, fsdp=2, model=2))
     one = load_pretrained(str(FIXTURES / family))
     many = load_pretrained(str(FIXTURES / family), mesh=mesh)
-    check_equal(one.params, many.params)
+    assert_trees_equal(one.params, many.params)
     experts = many.params["decoder"]["repeated0"]["feed_forward"]["experts"]["up"]
     assert experts.sharding.spec[1] == "expert"
     assert all(leaf.committed for leaf in jax.tree.leaves(many.params))
@@ -116,7 +110,7 @@ def test_a_mesh_holds_what_one_device_holds_and_writes_what_reads_back(family, t
     back = load_pretrained(str(tmp_path / "out"))
     assert back.cfg == many.cfg
     assert back.settings["eos_token_id"] == 7
-    check_equal(back.params, one.params)
+    assert_trees_equal(back.params, one.params)
 
 
 def test_parameters_are_rounded_to_the_dtype_but_for_those_that_stay_in_float32(tmp_path):
@@ -232,7 +226,7 @@ def test_a_run_may_train_with_other_settings_than_the_folder(tmp_path):
     trainer.init()
     made = trainer.trainer_state.model["decoder"]["layer1"]
     want = load_pretrained(folder).params["decoder"]["repeated0"]
-    check_equal(made["self_attention"], jax.tree.map(lambda x: x[1], want["self_attention"]))
+    assert_trees_equal(made["self_attention"], jax.tree.map(lambda x: x[1], want["self_attention"]))
     assert not made["feed_forward"]["load_counter"]["counts"].any()
 
 
@@ -244,7 +238,7 @@ def test_a_tied_model_may_hold_its_head_twice(tmp_path):
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     save_file(tensors, folder / "model.safetensors")
-    check_equal(load_pretrained(str(folder)).params, want)
+    assert_trees_equal(load_pretrained(str(folder)).params, want)
     tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(TensorMismatchError, match=r"lm_head\.weight .*model\.embed_tokens"):
@@ -502,7 +496,7 @@ def test_initial_parameters_are_freed_before_weights_are_read(tmp_path):
     before = random_parameters(cfg)
     after = replaced_parameters(before, str(FIXTURES / "llama3"), model)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
-    check_equal(after, load_pretrained(str(FIXTURES / "llama3")).params)
+    assert_trees_equal(after, load_pretrained(str(FIXTURES / "llama3")).params)
 
 
 _READER = """
@@ -576,7 +570,7 @@ def test_layers_of_deepseek_that_predict_a_second_token_are_skipped_with_a_warni
     change(folder, num_nextn_predict_layers=1)
     tensors.pop("model.layers.3.eh_proj.weight")
     save_file(tensors, folder / "model.safetensors")
-    check_equal(made.params, load_pretrained(str(folder)).params)
+    assert_trees_equal(made.params, load_pretrained(str(folder)).params)
     assert "not read" not in caplog.text  # transformers 5 writes the setting without modules.
 
 
@@ -623,13 +617,13 @@ def test_deepseek_v3_is_read_from_fp8(tmp_path):
     save_file(stored, folder / "model.safetensors")
     about = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
     change(folder, quantization_config=about | {"scale_fmt": "ue8m0"})
-    check_equal(load_pretrained(str(folder)).params, want)
+    assert_trees_equal(load_pretrained(str(folder)).params, want)
 
     change(folder, quantization_config=about | {"activation_scheme": "static"})
     with pytest.raises(ValueError, match=r"quantization_config=.*'static'"):
         load_pretrained(str(folder))
     ignore = ["quantization_config"]
-    check_equal(load_pretrained(str(folder), ignore_settings=ignore).params, want)
+    assert_trees_equal(load_pretrained(str(folder), ignore_settings=ignore).params, want)
 
     name = "model.layers.0.self_attn.q_b_proj.weight"
     dequantized = stored | {name: exact[name]}

@@ -39,7 +39,6 @@ from moelib.layers.initializers import normal
 from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.train import convert
 from moelib.train.init_from import InitFrom
-from tests.layers.calling import QUICK
 
 pytestmark = [pytest.mark.hf, pytest.mark.slow]
 
@@ -84,7 +83,7 @@ def in_transformers(python, folder, input_ids, *adapter):
 def greedy(model, params, ids):
     """Returns the ids and 16 more, each the likeliest."""
 
-    @jax.jit(compiler_options=QUICK)
+    @jax.jit
     def logits(params, ids):
         return functional(
             model, None, params, ({"input_ids": ids},), is_training=False, method="logits"

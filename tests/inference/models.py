@@ -20,7 +20,6 @@ from moelib.layers.norm import RMSNorm
 from moelib.layers.transformer import BaseStack, LoopStack, ScanStack, TransformerLayer
 from moelib.models.causal_lm import CausalLM
 from tests import tiny
-from tests.layers.calling import QUICK
 
 
 def layer(feed_forward: BaseLayer.Config | None = None, **fields: Any) -> TransformerLayer.Config:
@@ -99,7 +98,7 @@ def whole_logits(model: CausalLM, params: Nested, ids: Any) -> jax.Array:
     return functional(model, None, params, (batch,), is_training=False, method="logits")[0]
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnums=0)
 def compiled_whole_logits(model: CausalLM, params: Nested, ids: Any) -> jax.Array:
     """Returns the same logits, compiled."""
     return whole_logits(model, params, ids)

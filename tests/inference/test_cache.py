@@ -1,6 +1,5 @@
 """The cache: logits token by token equal those of the whole text, for every kind of layer."""
 
-import functools
 import logging
 
 import jax
@@ -18,7 +17,6 @@ from moelib.layers.transformer import LoopStack, ScanStack, TransformerLayer
 from tests import tiny
 from tests.inference import models
 from tests.inference.models import DECODERS, decoder, layer, model_of, with_parameters
-from tests.layers.calling import QUICK
 
 LENGTHS = np.array([2, 8, 5], np.int32)  # Tokens of each prompt; padded to the longest.
 NEW = 9  # Tokens that follow one by one: more than twice round a ring of three.
@@ -52,7 +50,7 @@ def assert_token_by_token_equals_whole(model, params, **fields):
     def both(params):
         return by_token(model, params, **fields), models.whole_logits(model, params, IDS)
 
-    got, whole = jax.jit(both, compiler_options=QUICK)(params)
+    got, whole = jax.jit(both)(params)
     index = np.concatenate([LENGTHS[:, None] - 1, PLACES], axis=1)
     want = np.take_along_axis(np.asarray(whole), index[..., None], axis=1)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
@@ -169,7 +167,7 @@ def test_sequences_that_have_ended_are_masked_in_feed_forward_layers():
     model, params = with_parameters(cfg)
     ids, position = jnp.asarray([[3], [5]]), jnp.zeros((2, 1), jnp.int32)
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def run(ids, position, mask):
         cache = new_cache(model, params, len(ids), 8)
         return next_logits(model, params, cache, ids, position, mask)[0]

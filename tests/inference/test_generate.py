@@ -26,27 +26,12 @@ from tests.inference.models import (
     model_of,
     with_parameters,
 )
-from tests.layers.calling import QUICK
 
 PROMPTS = [[3], [5, 1, 30, 2, 7, 7], [31, 0, 4], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
 NEW = 9  # More than twice round the ring of a window of three.
 # No token is 99: texts with and without a stop token share their programs.
 GREEDY = {"max_new_tokens": NEW, "temperature": 0.0, "stop_ids": [99]}
 DRAWN = {"max_new_tokens": NEW, "temperature": 1.5, "top_p": 0.9, "stop_ids": [99]}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quickly_compiled():
-    """Compiles programs without optimization, which takes less time."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, arguments in (
-            ("_begin", {"static_argnums": (0, 5)}),
-            ("_advance", {"static_argnums": 0, "donate_argnums": 2}),
-        ):
-            program = getattr(decode, name).__wrapped__
-            quick = jax.jit(program, compiler_options=QUICK, **arguments)
-            patch.setattr(decode, name, quick)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -390,7 +375,7 @@ def test_texts_are_those_of_the_tokens(loaded, model):
         shown[index] += piece
 
     stop = want[1].text[3:5]
-    cut = list(generate(loaded, prompts, **settings, batch_size=3, stop=[stop], on_text=show))
+    cut = list(generate(loaded, prompts, **settings, stop=[stop], on_text=show))
     assert [completion.text for completion in cut] == shown
     assert shown == [completion.text.split(stop)[0] for completion in want]
     assert cut[1].tokens == want[1].tokens[: want[1].text.index(stop) + 2]

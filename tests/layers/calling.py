@@ -11,9 +11,6 @@ from moelib.core.config import InstantiableConfig
 from moelib.core.context import OutputCollection
 from moelib.core.module import Module, functional
 
-# LLVM takes most of the time that compiled tests take; unoptimized code is as correct.
-QUICK = {"xla_backend_optimization_level": 0}
-
 
 class _Caller(Module):
     """Calls any function."""

@@ -13,7 +13,7 @@ from moelib.layers.moe.layer import MoELayer
 from moelib.layers.remat import REMAT_POLICIES, remat, save_activation, save_routing
 from moelib.layers.transformer import LoopStack, ScanStack, TransformerLayer
 from tests import tiny
-from tests.layers.calling import QUICK, build, call, in_module, initial, normal
+from tests.layers.calling import build, call, in_module, initial, normal
 
 B, S, D, L = 8, 8, 16, 2
 X = normal(B, S, D)
@@ -38,7 +38,7 @@ def gradients(made, params, x):
     return jax.grad(loss, (0, 1))(params, x)
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnums=0)
 def compiled(made, params, x):
     return gradients(made, params, x)
 

@@ -1,7 +1,5 @@
 """Rotary position embedding: complex rotation, and its consequences."""
 
-import math
-
 import numpy as np
 import pytest
 
@@ -126,32 +124,3 @@ def test_a_factor_of_one_is_the_plain_embedding(make):
     scaled = make(factor=1.0)
     plain = build(RotaryEmbedding.default_config(), theta=scaled.config.theta)
     np.testing.assert_allclose(scaled.frequencies(64), plain.frequencies(64), rtol=1e-6)
-
-
-def used(**settings):
-    call(build(RotaryEmbedding.default_config(), **settings), {}, X, POSITIONS)
-
-
-@pytest.mark.parametrize(
-    ("make", "settings", "named"),
-    [
-        (used, {"rotary_dim": 3}, "layer: rotary_dim=3; .* head_dim=8"),
-        (used, {"rotary_dim": 10}, "layer: rotary_dim=10; .* head_dim=8"),
-        (linear, {"factor": 0.5}, "factor=0.5"),
-        (yarn_mscale, {"factor": 0.5}, "yarn_mscale: factor=0.5"),
-        (yarn, {"factor": 0.5}, "factor=0.5"),
-        (yarn, {"beta_fast": 1.0}, "layer: beta_fast=1.0"),
-        (yarn, {"beta_slow": 0.0}, "layer: beta_fast=.*beta_slow=0.0"),
-        (yarn, {"attention_factor": 1.0, "mscale": 0.707}, "layer: attention_factor=1.0"),
-        (yarn, {"attention_factor": 1.0, "mscale_all_dim": 0.707}, "layer: attention_factor=1.0"),
-        (llama3, {"factor": 0.5}, "factor=0.5"),
-        (llama3, {"factor": math.nan}, "factor=nan"),
-        (llama3, {"original_context": 0}, "original_context=0"),
-        (llama3, {"high_freq_factor": 1.0}, "layer: high_freq_factor=1.0"),
-        (llama3, {"theta": math.nan}, "theta=nan"),
-        (llama3, {"theta": 0.0}, "theta=0.0"),
-    ],
-)
-def test_invalid_settings_are_refused(make, settings, named):
-    with pytest.raises(ValueError, match=named):
-        make(**settings)

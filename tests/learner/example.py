@@ -64,15 +64,10 @@ def fn(function: Any, **values: Any) -> Any:
     return config_for_function(function).set(**values)
 
 
-def fast_jit(function: Any) -> Any:
-    """Returns the function compiled quickly to slow code."""
-    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
-
-
 @functools.lru_cache
 def update_of(learner: Learner) -> Any:
     """Returns (gradients, state, params, loss=None) -> LearnerUpdate, compiled once a learner."""
-    return fast_jit(
+    return jax.jit(
         lambda g, s, p, loss=None: learner.update(gradients=g, state=s, params=p, loss=loss)
     )
 
@@ -91,7 +86,7 @@ def run(
 def run_optimizer(optimizer: optax.GradientTransformation, params: Any, num_steps: int = 3) -> Any:
     """Returns the parameters after some updates by an optimizer alone, with the same gradients."""
 
-    @fast_jit
+    @jax.jit
     def update(params: Any, state: Any, step: int) -> Any:
         updates, state = optimizer.update(_gradients_like(params, step), state, params)
         return optax.apply_updates(params, updates), state
@@ -107,7 +102,12 @@ def _gradients_like(params: Any, step: int) -> Any:
     return jax.tree.map(lambda p: jnp.sin(3.0 * p + step) + 0.1 * p, params)
 
 
-gradients_like = fast_jit(_gradients_like)
+gradients_like = jax.jit(_gradients_like)
+
+
+def assert_close(a: Any, b: Any, rtol: float = 1e-6, atol: float = 1e-6) -> None:
+    """Asserts that the arrays of two trees are close."""
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), a, b)
 
 
 def assert_same_bits(a: Any, b: Any) -> None:

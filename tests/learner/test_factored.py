@@ -6,7 +6,7 @@ import pytest
 
 from moelib.core.param import FanAxes, ParameterSpec
 from moelib.learner import factored
-from tests.learner.example import arrays, fast_jit
+from tests.learner.example import arrays
 
 MATRIX = ParameterSpec((6, 8), (None, None), "float32", fan_axes=FanAxes((0,), (1,)))
 SPECS = {"w": MATRIX.stacked(9)}  # More layers than rows or columns.
@@ -14,7 +14,7 @@ GRADS = arrays(SPECS)
 
 
 def apply(transform, updates, params=None):
-    return fast_jit(transform.update)(updates, transform.init(updates), params)
+    return jax.jit(transform.update)(updates, transform.init(updates), params)
 
 
 def test_stacked_matrices_are_factored_one_by_one():

@@ -15,6 +15,7 @@ from moelib.learner.learner import Learner, LearnerUpdate, UpdateType
 from tests.learner.example import (
     SPECS,
     arrays,
+    assert_close,
     assert_same_bits,
     ema_config,
     fn,
@@ -28,10 +29,6 @@ from tests.learner.example import (
 PARAMS = arrays(SPECS)
 ADAMW = fn(optimizers.adamw_optimizer, learning_rate=0.1, weight_decay=0.1)
 SGD = fn(optimizers.sgd_optimizer, learning_rate=1.0)
-
-
-def assert_close(a, b, rtol=1e-6):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=1e-6), a, b)
 
 
 def step(learner, params=PARAMS, state=None, gradients=None, loss=None):

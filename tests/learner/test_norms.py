@@ -132,8 +132,7 @@ def test_norms_on_a_mesh_are_those_of_whole_arrays(model, frozen, norms_of, axes
         shardings = state_lib.state_shardings(state_lib.state_specs(model, learner), learner, mesh)
         state = state_lib.init_state(model, learner, 0, shardings)
         before = jax.device_get(state.model)
-        options = {"xla_backend_optimization_level": 0}
-        run = jax.jit(step, out_shardings=(shardings, None), compiler_options=options)
+        run = jax.jit(step, out_shardings=(shardings, None))
         after, packed = run(state, tiny.packed_batch())
     after, metrics = jax.device_get(after.model), unpack(packed)
     groups = group_paths(list(filter(learner.is_updated, tree.by_path(before))), norms_of, "")

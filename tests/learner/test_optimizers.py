@@ -12,7 +12,7 @@ from tests.learner.example import (
     SCAN_SPECS,
     SPECS,
     arrays,
-    fast_jit,
+    assert_close,
     fn,
     make_learner,
     run,
@@ -39,10 +39,6 @@ ALL = {
     ),
     "muon": fn(optimizers.muon_optimizer, learning_rate=0.1, weight_decay=0.1),
 }
-
-
-def assert_close(a, b, rtol=1e-6, atol=1e-6):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), a, b)
 
 
 def numpy_adamw(num_steps, *, lr, b1, b2, eps, decay, lr_times_decay):
@@ -143,7 +139,7 @@ def test_muon_makes_each_stacked_matrix_orthogonal():
     spec = SCAN_SPECS["layers"]["experts"]  # [L, E, D, F]
     optimizer = optimizers.muon_optimizer(1.0, param_specs={"w": spec}, ns_steps=10)
     grads = arrays({"w": spec}, seed=3)
-    updates, _ = fast_jit(optimizer.update)(grads, optimizer.init(grads), grads)
+    updates, _ = jax.jit(optimizer.update)(grads, optimizer.init(grads), grads)
     scale = (8 / 6) ** 0.5
     singular = np.linalg.svd(np.asarray(updates["w"]) / scale, compute_uv=False)
     assert singular.shape == (2, 4, 6)

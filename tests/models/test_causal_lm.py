@@ -14,7 +14,7 @@ from moelib.layers.moe.balance import BiasBalancing
 from moelib.layers.moe.router import Router
 from moelib.parallel.sharding import named_shardings
 from tests import tiny
-from tests.layers.calling import QUICK, call
+from tests.layers.calling import call
 
 
 @functools.cache
@@ -31,16 +31,17 @@ def on_one_device() -> Any:
     return params, tiny.value_and_grad(scan_model(), params, tiny.packed_batch())
 
 
-# Verification of a config runs the whole step on `expert`, and layers run on `seq`, in every run.
-MESHES = [
-    pytest.param({"data": 8}, marks=pytest.mark.slow),
-    pytest.param({"fsdp": 8}, marks=pytest.mark.slow),
-    {"data": 2, "fsdp": 2, "model": 2},
-    pytest.param({"expert": 2, "seq": 2, "model": 2}, marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.slow  # Verification of a config and layers run on meshes in every run.
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"data": 8},
+        {"fsdp": 8},
+        {"data": 2, "fsdp": 2, "model": 2},
+        {"expert": 2, "seq": 2, "model": 2},
+    ],
+    ids=str,
+)
 def test_every_mesh_gives_the_values_of_one_device(axes):
     model, (params, want) = scan_model(), on_one_device()
     mesh = tiny.mesh(**axes)
@@ -55,12 +56,13 @@ def test_initial_values_do_not_depend_on_the_mesh():
     model, mesh = scan_model(), tiny.mesh(data=2, fsdp=2, model=2)
     shardings = named_shardings(model.create_parameter_specs_recursively(), mesh)
     with jax.set_mesh(mesh):
-        placed = tiny.initial(model, out_shardings=shardings)
+        init = jax.jit(model.initialize_parameters_recursively, out_shardings=shardings)
+        placed = init(jax.random.key(0))
     # Bits drawn are the same; the code that makes a normal of them rounds by its vector width.
     tiny.assert_trees_close(placed, on_one_device()[0], 2e-7)
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnums=0)
 def logits(model: Any, params: Any, batch: Any) -> jax.Array:
     return call(model, params, batch, method="logits")
 

@@ -11,7 +11,7 @@ from tests.layers.calling import initial
 
 
 def test_the_parts_of_a_model_compose_to_its_forward_pass():
-    model = tiny.model_config().instantiate(parent=None)
+    model = tiny.dense_model(tiny.VOCAB_SIZE).instantiate(parent=None)
     params, batch = initial(model), tiny.packed_batch(0)
 
     def run(method, *inputs):

@@ -19,7 +19,6 @@ from moelib.models.cost import model_cost
 from moelib.models.multi_token_prediction import MultiTokenModule, MultiTokenPrediction
 from moelib.parallel.sharding import named_shardings
 from tests import tiny
-from tests.layers.calling import QUICK
 from tests.models.test_causal_lm import logits
 from tests.train.test_pipeline import moe_model, step_of
 
@@ -95,7 +94,7 @@ def test_generation_ignores_the_modules():
     positions = jnp.broadcast_to(jnp.arange(tiny.SEQ_LEN)[None], ids.shape)
     whole = jnp.ones(ids.shape, bool)
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def last(params):
         cache = new_cache(model, params, len(ids), tiny.SEQ_LEN)
         assert cache.keys() == {"decoder"}

@@ -3,8 +3,6 @@
 import json
 import os
 
-import jax
-import numpy as np
 import pytest
 
 from moelib.checkpoint.contents import CheckpointNotFoundError
@@ -22,12 +20,6 @@ def run(cfg):
     trainer = cfg.instantiate(parent=None)
     trainer.run()
     return trainer
-
-
-def assert_same_state(a, b):
-    leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    for x, y in leaves:
-        np.testing.assert_array_equal(x, y)
 
 
 def rewinds(directory):
@@ -51,7 +43,7 @@ def test_a_run_rewinds_once_and_equals_one_with_these_settings_from_the_start(tm
     assert "rewound_2" not in os.listdir(checkpoints)
     assert rewinds(a) == [2]
     longer = run(config(tmp_path / "b", max_step=10))  # Keeps the range without the setting.
-    assert_same_state(again.trainer_state, longer.trainer_state)
+    tiny.assert_trees_equal(again.trainer_state, longer.trainer_state)
     assert longer.input_state["step"] == 12 != want.input_state["step"]
 
     run(config(a, max_step=10))

@@ -155,7 +155,7 @@ def test_an_own_module_is_named_and_found_in_module_dir(moved, monkeypatch):
 def test_a_module_that_the_user_has_imported_may_be_named(run, monkeypatch):
     monkeypatch.syspath_prepend(str(run.parent))
     importlib.import_module("own_layers")
-    load_model(str(run))
+    assert load_model(str(run)).step == 2
 
 
 def test_the_config_is_that_of_the_checkpoint(moved, caplog):

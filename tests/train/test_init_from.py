@@ -13,7 +13,6 @@ from moelib.checkpoint.contents import (
     CheckpointRecord,
     DamagedCheckpointError,
 )
-from moelib.core import tree
 from moelib.core.errors import UserError
 from moelib.runs.folder import RunFolder
 from moelib.train.init_from import InitFrom, sources
@@ -44,12 +43,6 @@ def initialized(cfg):
     return trainer
 
 
-def assert_same(a, b):
-    assert tree.by_path(a).keys() == tree.by_path(b).keys()
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(x, y)
-
-
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
     """A run of 8 steps: its folder and trainer."""
@@ -61,7 +54,7 @@ def test_a_branch_also_resumed_equals_the_continuation_bit_for_bit(other, tmp_pa
     folder, unbroken = other
     run(config(tmp_path, max_step=6, init_from=start(f"{folder}@4", state="all")))
     branch = run(config(tmp_path, init_from=start("nowhere")))
-    assert_same(branch.trainer_state, unbroken.trainer_state)
+    tiny.assert_trees_equal(branch.trainer_state, unbroken.trainer_state)
     assert branch.input_state == unbroken.input_state
     want = {step: loss for step, loss in tiny.losses(folder).items() if step > 4}
     assert tiny.losses(tmp_path) == want
@@ -78,9 +71,9 @@ def test_a_warm_start_on_another_mesh_has_the_averages_and_a_new_learner(other, 
     cfg = config(tmp_path, mesh_shape=(1, 2, 2, 2, 1, 1), init_from=start(folder), prng_seed=3)
     trainer = initialized(cfg)
     state, learner = trainer.trainer_state, trainer.learner
-    assert_same(state.model, unbroken.model_params_for_eval())
+    tiny.assert_trees_equal(state.model, unbroken.model_params_for_eval())
     assert (trainer.step, int(state.step), trainer.input_state) == (0, 0, None)
-    assert_same(state.learner, jax.jit(learner.init)(state.model))
+    tiny.assert_trees_equal(state.learner, jax.jit(learner.init)(state.model))
     shardings = jax.tree.map(lambda x: x.sharding, state)
     assert shardings == trainer.trainer_state_shardings
 
@@ -104,7 +97,7 @@ def test_a_hugging_face_model_is_a_start_too(tmp_path):
     cfg.model = tiny.dense_model(288, num_layers=2, dim=8)
     cfg.input.vocab_size = 288
     found = initialized(cfg)
-    assert_same(found.trainer_state.learner.ema.params, found.trainer_state.model)
+    tiny.assert_trees_equal(found.trainer_state.learner.ema.params, found.trainer_state.model)
     with pytest.raises(UserError, match="is no run"):
         initialized(cfg.set(init_from=start(tmp_path / "hub", state="all")))
 

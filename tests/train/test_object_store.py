@@ -34,17 +34,12 @@ def run(directory, *, max_step=8, **fields):
     return trainer.trainer_state, {x["step"]: x["loss"] for x in found if "loss" in x}
 
 
-def assert_equal(a, b):
-    for x, y in zip(*(tiny.jax.tree.leaves(each) for each in (a, b)), strict=True):
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
-
-
 def test_a_resumed_run_equals_an_unbroken_local_one(s3, tmp_path):
     url = f"{s3}/runs/a"
     run(url, max_step=4)
     state, losses = run(url, accept_changes=("schedule",))
     expected, expected_losses = run(tmp_path / "run")
-    assert_equal(state, expected)
+    tiny.assert_trees_equal(state, expected)
     assert losses == expected_losses
     assert list(losses) == list(range(1, 9))
     names = storage.list_names(url)
@@ -68,7 +63,7 @@ def test_a_resumed_run_equals_an_unbroken_local_one(s3, tmp_path):
     data[len(data) // 2] ^= 1
     storage.write_bytes(chunk, bytes(data))
     again, losses = run(url, accept_changes=("schedule",))
-    assert_equal(again, expected)
+    tiny.assert_trees_equal(again, expected)
     assert losses == expected_losses
 
 
@@ -108,14 +103,14 @@ def test_a_run_on_a_store_at_a_url_is_read_evaluated_and_converted(s3, tmp_path)
         == source.instantiate().at(np.array([3, 40])).tolist()
     )
     here, there = (load_model(url) for url in (str(tmp_path / "run"), f"{s3}/run"))
-    assert_equal(there.parameters, here.parameters)
+    tiny.assert_trees_equal(there.parameters, here.parameters)
     assert there.tokenizer.encode("document") == here.tokenizer.encode("document")
     to_hugging_face(f"{s3}/run", str(tmp_path / "hub"))
     assert (tmp_path / "hub" / "model.safetensors").exists()
     with pytest.raises(UserError, match=r"s3://.*/hub'; set a local folder"):
         to_hugging_face(f"{s3}/run", f"{s3}/hub")
     from_hugging_face(str(tmp_path / "hub"), f"{s3}/again")
-    assert_equal(load_model(f"{s3}/again").parameters, here.parameters)
+    tiny.assert_trees_equal(load_model(f"{s3}/again").parameters, here.parameters)
 
 
 def test_damage_of_a_store_at_a_url_is_found(s3, tmp_path):
@@ -164,4 +159,4 @@ def test_two_processes_save_and_restore(s3, tmp_path):
     ]
     remote, local = (restore_arrays(each.dir) for each in restored)
     assert remote.record.checksums == local.record.checksums
-    assert_equal(remote.state, local.state)
+    tiny.assert_trees_equal(remote.state, local.state)

@@ -137,6 +137,7 @@ def test_resumed_run_equals_the_uninterrupted_run_bit_for_bit(unbroken, tmp_path
     assert (finished["step"], finished["loss"]) == (8, None)  # Takes no step.
 
 
+@pytest.mark.slow  # Tests of restored checkpoints and of steps cover each half.
 def test_resumed_on_four_of_eight_devices_agrees(unbroken, tmp_path, monkeypatch):
     run(tiny.trainer_config(tmp_path, max_step=4, mesh_shape=(1, 2, 1, 2, 1, 2)))
     four = jax.devices()[:4]

@@ -30,6 +30,7 @@ from moelib.data.batches.input import (
 )
 from moelib.data.batches.packing import DocumentBoundary, Packing, make_plan
 from moelib.data.hashing import random_permutation
+from moelib.data.sources.files import text_pieces
 from moelib.data.sources.source import BadRecordError, BadRecords, Part, Source, fingerprint
 from moelib.data.tokens.token_source import TokenSource
 from moelib.data.tokens.tokenizer import Tokenizer
@@ -186,7 +187,7 @@ class StreamingIterator(BatchIterator):
             for text in part.documents(bad):
                 if bad is not None and bad.count > most:
                     raise BadRecordError(bad.first)
-                yield text
+                yield from text_pieces(text)
         except BadRecordError as error:
             raise BadRecordError(
                 f"{error}; correct it, or set max_bad_records={most} larger to skip such records."

@@ -6,6 +6,7 @@ work whatever the sizes of files.
 
 import dataclasses
 import glob
+import hashlib
 import io
 import os
 import sysconfig
@@ -26,6 +27,12 @@ _PARTS_PER_SOURCE = 64
 # Size of text relative to its file, for estimates.
 EXPANSION = {".gz": 4, ".zst": 5, ".zstd": 5, ".parquet": 3}
 
+# Length from which on a document is divided: encoding takes 200 bytes of memory per character.
+MAX_DOCUMENT_CHARS = 1 << 22
+
+_NUM_SAMPLES = 1000  # Files of which a part is read for the fingerprint of a corpus.
+_SAMPLE_BYTES = 1 << 16
+
 STORE_MARK = "moelib_prepare.json"  # In every token store; a folder with it holds no text.
 
 
@@ -37,6 +44,7 @@ class FileStamp:
     name: str  # Relative to the folder of all files that one path names.
     num_bytes: int
     modified_ns: int = dataclasses.field(compare=False)
+    sample: str = ""  # Hash of its first and last bytes; "" for most of many files.
 
     @property
     def num_text_bytes(self) -> int:
@@ -93,9 +101,28 @@ def _raise(error: OSError) -> None:
 
 
 def stamps(paths: Sequence[str]) -> list[FileStamp]:
-    """Returns the stamps of files."""
+    """Returns the stamps of files, with samples of a thousand of them."""
     root = os.path.commonpath([os.path.dirname(path) for path in paths])
-    return [FileStamp(path, os.path.relpath(path, root), *_size_and_time(path)) for path in paths]
+    every = -(-len(paths) // _NUM_SAMPLES)
+    return [
+        FileStamp(
+            path,
+            os.path.relpath(path, root),
+            *_size_and_time(path),
+            _sample(path) if i % every == 0 else "",
+        )
+        for i, path in enumerate(paths)
+    ]
+
+
+def _sample(path: str) -> str:
+    """Returns a hash of the first and last 64 KiB of a file."""
+    digest = hashlib.sha256()
+    with readable(path), open(path, "rb") as file:
+        digest.update(file.read(_SAMPLE_BYTES))
+        file.seek(max(file.tell(), os.fstat(file.fileno()).st_size - _SAMPLE_BYTES))
+        digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
 
 
 def _size_and_time(path: str) -> tuple[int, int]:
@@ -187,12 +214,15 @@ class TextFilesPart:
                 data = opened.read()
             python = self.encoding == "python"
             text = _decode_python(data) if python else _decode_utf8(file.path, data)
-            yield from _pieces(text, self.max_document_chars or len(text))
+            yield from text_pieces(text, self.max_document_chars or len(text))
 
 
-def _pieces(text: str, most: int) -> Iterator[str]:
-    """Yields pieces of at most `most` characters, divided after line ends where possible."""
-    start = 0
+def text_pieces(text: str, most: int | None = None) -> Iterator[str]:
+    """Yields a text in pieces of at most `most` characters, divided after line ends if possible.
+
+    By default, pieces have at most `MAX_DOCUMENT_CHARS`.
+    """
+    start, most = 0, most or MAX_DOCUMENT_CHARS
     while len(text) - start > most:
         end = text.rfind("\n", start, start + most) + 1 or start + most
         yield text[start:end]

@@ -85,10 +85,10 @@ class Source(Configurable):
 
 
 def fingerprint(parts: Sequence[Part]) -> str:
-    """Returns a hash of the parts: of files, their relative paths and sizes.
+    """Returns a hash of the parts: of files, their relative paths, sizes and samples.
 
-    A copy of a corpus has the same fingerprint, as has a text that was changed without changing the
-    size of its file.
+    A copy of a corpus has the same fingerprint. So has a text that was changed in the middle of a
+    large file, or in one of many files, without changing its size.
     """
     described = [[type(part).__name__, _compared(part)] for part in parts]
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()

@@ -7,6 +7,7 @@ import numpy as np
 
 from moelib.core.errors import UserError
 from moelib.data.hashing import random_permutation
+from moelib.data.sources.files import text_pieces
 from moelib.data.sources.source import BadRecords, Source
 from moelib.data.tokens.token_store import check_splits, split_of_documents
 from moelib.data.tokens.tokenizer import Tokenizer, train_bpe
@@ -76,7 +77,8 @@ def documents_of_split(
         raise UserError(f"There is no split {split!r} in {list(splits)}.")
     fractions, wanted = list(splits.values()), list(splits).index(split)
     chosen = np.zeros(0, bool)
-    for index, text in enumerate(filter(None, source.documents(BadRecords()))):
+    pieces = (piece for text in source.documents(BadRecords()) for piece in text_pieces(text))
+    for index, text in enumerate(filter(None, pieces)):
         if index == len(chosen):
             chosen = split_of_documents(2 * index + 1024, fractions, split_seed) == wanted
         if chosen[index]:

@@ -45,7 +45,14 @@ from moelib.runtime.progress import Progress, format_bytes
 
 logger = logging.getLogger(__name__)
 
-_COUNTS = ("num_documents", "num_tokens", "num_bytes", "num_empty", "num_bad_records")
+_COUNTS = (
+    "num_documents",
+    "num_tokens",
+    "num_bytes",
+    "num_empty",
+    "num_bad_records",
+    "num_divided",
+)
 _MAX_LOST = 0.01  # Fraction of the text that a tokenizer may lose without being accepted by name.
 _SAMPLE_BYTES = 1 << 18  # Text whose tokens are counted to estimate the size of the store.
 
@@ -58,7 +65,6 @@ def prepare(
     num_processes: int = 1,
     append_eos: bool = True,
     skip_bad_records: bool = False,
-    max_document_mb: int = 64,
     accept_lossy_tokenizer: bool = False,
     splits: Mapping[str, float] | None = None,
     split_seed: int = 0,
@@ -71,14 +77,13 @@ def prepare(
     they are spawned.
 
     Args:
-        source: The documents. Empty ones are skipped and counted.
+        source: The documents. Empty ones are skipped and counted. Those of more than 4 million
+            characters are divided after line ends, and counted too.
         tokenizer: The tokenizer.
         output_dir: Folder of the store; `<output_dir>.partial` is used while working.
         num_processes: Worker processes; 1 works in this process.
         append_eos: Whether each document ends with the end-of-text token.
         skip_bad_records: Whether records without a document are counted rather than errors.
-        max_document_mb: MB of text above which a document is such a record; encoding a document
-            takes some 200 bytes of memory per byte of its text.
         accept_lossy_tokenizer: Whether the ids may lack more than 1 % of the text, such as unknown
             characters, or capitals that a normalizer replaces.
         splits: Fraction of documents in each split; all are in "train" if None.
@@ -97,9 +102,8 @@ def prepare(
     """
     splits = {"train": 1.0} if splits is None else dict(splits)
     token_store.check_splits(splits)
-    for name, value in {"num_processes": num_processes, "max_document_mb": max_document_mb}.items():
-        if value < 1:
-            raise UserError(f"{name}={value}: set 1 or more.")
+    if num_processes < 1:
+        raise UserError(f"num_processes={num_processes}: set 1 or more.")
     storage.require_local("output_dir (--output)", output_dir, "copy the store when it is complete")
     output_dir, parts = output_dir.rstrip("/"), source.parts()
     plan = {
@@ -116,7 +120,7 @@ def prepare(
         folder = output_dir + ".partial"
         with directory_lock(folder, setting="output_dir (--output)"):
             _begin(folder, plan, tokenizer)
-            options = PartOptions(append_eos, skip_bad_records, max_document_mb * 10**6)
+            options = PartOptions(append_eos, skip_bad_records)
             results = _tokenize(folder, parts, tokenizer, options, num_processes)
             _check_lost(results, accept_lossy_tokenizer)
             meta = _finish(folder, plan, tokenizer, results)
@@ -385,4 +389,5 @@ def _report(output_dir: str, meta: StoreMeta) -> str:
         f"{format_bytes(meta.num_bytes)} of text "
         f"({meta.num_bytes / meta.num_tokens:.2f} bytes per token)"
         + "".join(f", {count} {what} skipped" for what, count in counts.items() if count)
+        + (f", {meta.num_divided} long documents divided" if meta.num_divided else "")
     )

@@ -15,7 +15,7 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from moelib.core.errors import UserError
-from moelib.data.sources.files import check_unchanged
+from moelib.data.sources.files import check_unchanged, text_pieces
 from moelib.data.sources.source import BadRecordError, BadRecords, Part
 from moelib.data.tokens import token_store
 from moelib.data.tokens.store_check import hash_blocks
@@ -43,7 +43,6 @@ class PartOptions:
 
     append_eos: bool
     skip_bad_records: bool
-    max_document_bytes: int  # A longer text is a bad record.
 
 
 class PartResult(NamedTuple):
@@ -55,7 +54,7 @@ class PartResult(NamedTuple):
     num_empty: int
     num_bad_records: int
     first_bad_record: str
-    max_document_bytes: int  # See `PartOptions`.
+    num_divided: int  # Long documents that are several here; see `text_pieces`.
     sha256: str  # Of the tokens.
     block_hashes: Mapping[str, Sequence[str]]  # Of the part's files, by path in the store.
     lost_characters: Mapping[str, int]  # See `Tokenizer.lost_characters`.
@@ -76,7 +75,7 @@ def tokenize_part(
     """
     bad_records = BadRecords()
     counter = bad_records if options.skip_bad_records else None
-    documents = _without_long(part.documents(counter), part, options.max_document_bytes, counter)
+    divided: list[int] = []
     dtype = np.dtype(token_store.token_dtype(tokenizer.vocab_size)).newbyteorder("<")
     end = [tokenizer.eos_id] if options.append_eos else []
     lengths, sizes = array.array("I"), array.array("I")
@@ -86,7 +85,7 @@ def tokenize_part(
 
     with _named_errors(folder, part):
         with synced_file(path) as file:
-            for batch in _batches(documents):
+            for batch in _batches(_pieces(part.documents(counter), divided)):
                 texts = list(filter(None, batch))
                 num_empty += len(batch) - len(texts)
                 encoded = tokenizer.encode_batch(texts)
@@ -110,7 +109,7 @@ def tokenize_part(
             num_empty=num_empty,
             num_bad_records=bad_records.count,
             first_bad_record=bad_records.first,
-            max_document_bytes=options.max_document_bytes,
+            num_divided=len(divided),
             sha256=digest.hexdigest(),
             block_hashes=_block_hashes(folder, index),
             lost_characters=lost,
@@ -147,21 +146,15 @@ def _named_errors(folder: str, part: Part) -> Iterator[None]:
         ) from error
 
 
-def _without_long(
-    documents: Iterable[str], part: Part, max_bytes: int, bad_records: BadRecords | None
-) -> Iterator[str]:
-    """Yields the documents of at most `max_bytes` of UTF-8; a longer one is a bad record."""
-    for number, document in enumerate(documents, 1):
-        if 4 * len(document) <= max_bytes or (size := len(document.encode())) <= max_bytes:
-            yield document
-            continue
-        error = BadRecordError(
-            f"{part.name}: document {number} has {size / 1e6:.1f} MB of text; divide it, or set "
-            f"max_document_mb (--max_document_mb) above {max_bytes // 10**6}"
-        )
-        if bad_records is None:
-            raise error
-        bad_records.add(error)
+def _pieces(documents: Iterable[str], divided: list[int]) -> Iterator[str]:
+    """Yields documents, long ones in pieces; appends their numbers of pieces to `divided`."""
+    for document in documents:
+        num_pieces = 0
+        for piece in text_pieces(document):
+            num_pieces += 1
+            yield piece
+        if num_pieces > 1:
+            divided.append(num_pieces)
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
@@ -203,8 +196,7 @@ def read_result(folder: str, index: int, options: PartOptions) -> PartResult | N
         if found.pop("digest", None) == json_digest(found):
             result = PartResult(**found)  # TypeError: of another version.
             if result.block_hashes == _block_hashes(folder, index):
-                may_skip = (options.skip_bad_records, options.max_document_bytes)
-                is_same = may_skip == (True, result.max_document_bytes)
-                return result if is_same or not result.num_bad_records else None
+                may_skip = options.skip_bad_records or not result.num_bad_records
+                return result if may_skip else None
     logger.warning("%s or its part's files are damaged; the part is tokenized again.", path)
     return None

@@ -65,6 +65,7 @@ class StoreMeta:
     num_bytes: int  # UTF-8 bytes of all texts.
     num_empty: int  # Documents that were skipped because they were empty.
     num_bad_records: int  # Records that were skipped because they held no document.
+    num_divided: int  # Long documents of the source that are several here.
     splits: dict[str, float]  # Fraction of documents in each split, in order; they sum to 1.
     split_seed: int
     append_eos: bool

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from moelib.core.errors import UserError
+from moelib.data.sources import files
 from moelib.data.sources.files import TextFiles
 from moelib.data.sources.json_lines import JsonLines
 from moelib.data.sources.source import BadRecordError, BadRecords, Part, TextsPart
@@ -30,7 +31,7 @@ from moelib.data.tokens.store_check import hash_blocks
 from moelib.data.tokens.tokenizer import ByteTokenizer, Tokenizer
 
 TEXTS = ("ab", "", "Grüße", "c")
-OPTIONS = PartOptions(append_eos=True, skip_bad_records=False, max_document_bytes=1000)
+OPTIONS = PartOptions(append_eos=True, skip_bad_records=False)
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ def test_a_part_leaves_its_tokens_lengths_and_bytes(folder, tokenizer):
         num_empty=1,
         num_bad_records=0,
         first_bad_record="",
-        max_document_bytes=1000,
+        num_divided=0,
         sha256=hashlib.sha256(np.array(expected, "<u2").tobytes()).hexdigest(),
         block_hashes={name: hash_blocks(os.path.join(folder, name)) for name in names},
         lost_characters={},
@@ -120,8 +121,7 @@ def test_bad_records_are_an_error_with_a_cure_or_are_counted(tmp_path, folder, t
     assert result is not None
     assert (result.num_documents, result.num_empty, result.num_bad_records) == (1, 1, 1)
     assert "a.jsonl:2: not JSON" in result.first_bad_record
-    for name, value in {"skip_bad_records": False, "max_document_bytes": 2000}.items():
-        assert read_result(folder, 0, dataclasses.replace(options, **{name: value})) is None
+    assert read_result(folder, 0, OPTIONS) is None
 
 
 @pytest.mark.parametrize("text", ["{", '{"num_token": 13}', '{"num_tokens": 13, "digest": "0"}'])
@@ -189,13 +189,10 @@ def test_a_disk_that_is_full_at_the_end_leaves_no_finished_part(
     assert read_result(folder, 0, OPTIONS) is None
 
 
-def test_a_document_that_is_too_long_is_a_bad_record(folder, tokenizer):
-    texts = ("ab", "ü" * 3, "ü" * 4, "c")
-    options = dataclasses.replace(OPTIONS, max_document_bytes=7)
-    with pytest.raises(BadRecordError, match=r"in memory: document 3 .*max_document_mb"):
-        tokenize_part(folder, 0, TextsPart(texts), tokenizer, options)
-    options = dataclasses.replace(options, skip_bad_records=True)
-    result = tokenize_part(folder, 0, TextsPart(texts), tokenizer, options)
-    assert (result.num_documents, result.num_bad_records) == (3, 1)
-    assert "document 3 " in result.first_bad_record
-    assert np.load(part_file(folder, 0, "num_bytes.npy")).tolist() == [2, 6, 1]
+def test_a_long_document_is_divided_after_line_ends_and_counted(folder, tokenizer, monkeypatch):
+    monkeypatch.setattr(files, "MAX_DOCUMENT_CHARS", 6)
+    texts = ("ab", "ab\ncd\nef\n", "abcdefgh")
+    result = tokenize_part(folder, 0, TextsPart(texts), tokenizer, OPTIONS)
+    assert (result.num_divided, result.num_documents, result.num_bytes) == (2, 5, 2 + 9 + 8)
+    sizes = np.load(part_file(folder, 0, "num_bytes.npy"))
+    np.testing.assert_array_equal(sizes, [2, 6, 3, 6, 2])

@@ -15,7 +15,7 @@ def test_adapter_is_the_difference_of_the_merged_model_and_the_base(tmp_path, mo
     train, test = causal_lm.manual()
     monkeypatch.setattr(causal_lm, "manual", lambda: (train, test[:64]))
     model, tokenizer = causal_lm.small_model()
-    params = causal_lm.task_of(model, tokenizer).init(jax.random.key(0))
+    params = jax.jit(causal_lm.task_of(model, tokenizer).init)(jax.random.key(0))
     causal_lm.export(str(tmp_path / "base"), model, params, tokenizer)
     found = lora.run(str(tmp_path), max_step=6)
     assert found["adapted"] < found["base"] - 0.02

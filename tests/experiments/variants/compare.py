@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moelib.core import tree
-from tests.layers.calling import QUICK, float64
+from tests.layers.calling import float64
 
 
 def assert_equal_to_reference(
@@ -30,7 +30,7 @@ def assert_equal_to_reference(
         return value, pull(jnp.asarray(weights, value.dtype))[0]
 
     operands = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), operands)
-    value, gradients = jax.jit(value_and_gradients, compiler_options=QUICK)(operands)
+    value, gradients = jax.jit(value_and_gradients)(operands)
     np.testing.assert_allclose(value, want, rtol=1e-4, atol=1e-5)
     flat, found = tree.by_path(start), tree.by_path(gradients)
     for path, x in flat.items():
@@ -40,28 +40,3 @@ def assert_equal_to_reference(
         got = np.vdot(np.float64(found[path]), direction)
         scale = np.linalg.norm(np.float64(found[path])) + 1e-3
         assert abs(got - expected) < 1e-4 * scale, (path, got, expected)
-
-
-def softmax(x: Any) -> Any:
-    """Returns the softmax of the last dimension."""
-    exp = np.exp(x - x.max(-1, keepdims=True))
-    return exp / exp.sum(-1, keepdims=True)
-
-
-def sigmoid(x: Any) -> Any:
-    """Returns 1 / (1 + exp(-x))."""
-    return 1 / (1 + np.exp(-x))
-
-
-def expert(experts: Any, i: int, x: Any) -> Any:
-    """Returns the output of a SwiGLU expert."""
-    gate, up = x @ experts["up"][i, 0], x @ experts["up"][i, 1]
-    return (gate * sigmoid(gate) * up) @ experts["down"][i]
-
-
-def turned(x: Any, positions: Any, theta: float = 10_000.0) -> Any:
-    """Returns heads [B, S, H, Dh] rotated by their positions [B, S]."""
-    half = x.shape[-1] // 2
-    angle = positions[..., None, None] * theta ** (-np.arange(half) / half)
-    pairs = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
-    return np.concatenate([pairs.real, pairs.imag], -1)

@@ -14,8 +14,10 @@ from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.carry import CARRIED
 from moelib.train.pipeline import stack_of
 from tests import tiny
-from tests.experiments.variants.compare import assert_equal_to_reference, softmax, turned
+from tests.experiments.variants.compare import assert_equal_to_reference
 from tests.layers.calling import build, initial, normal
+from tests.oracles.attention import rotated
+from tests.oracles.moe import softmax
 
 B, S, D, H, G, Dh = 2, 7, 6, 8, 4, 4
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 0]], np.int32)
@@ -28,9 +30,9 @@ CFG = DifferentialAttention.default_config().set(
 
 def reference(p, x, lambda_init):
     """Returns equations 1 to 3, one pair of heads after another."""
-    q = turned(np.einsum("bsd,dhk->bshk", x, p["q"]), POSITIONS)
+    q = rotated(np.einsum("bsd,dhk->bshk", x, p["q"]), POSITIONS[..., None])
     kv = np.einsum("bsd,dngk->bsngk", x, p["kv"])
-    k, v = turned(kv[:, :, 0], POSITIONS), kv[:, :, 1]
+    k, v = rotated(kv[:, :, 0], POSITIONS[..., None]), kv[:, :, 1]
     products = (p[f"lambda_q{i}"] @ p[f"lambda_k{i}"] for i in (1, 2))
     first, second = map(np.exp, products)
     lam = first - second + lambda_init

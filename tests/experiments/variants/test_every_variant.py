@@ -22,7 +22,6 @@ from moelib.train.pipeline import stack_of
 from moelib.verify.outcome import Status
 from moelib.verify.run import verify_config
 from tests import tiny
-from tests.layers.calling import QUICK
 
 # A gate's gradient is not the derivative of what it computes, and the first residual router has no
 # logits before it. The load of chosen experts is rounded up: it depends on the batch size.
@@ -60,7 +59,7 @@ def built(name):
     return model, tiny.initial(model)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3), compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnums=(0, 3))
 def logits(model, params, ids, is_training):
     key = jax.random.key(0)
     batch = {"input_ids": ids}
@@ -90,7 +89,7 @@ def test_tokens_one_by_one_have_the_logits_of_the_whole_text(name):
     want = logits(model, params, IDS, False)
     cache = new_cache(model, params, len(IDS), IDS.shape[1])
     assert isinstance(cache, dict)  # Every layer keeps its earlier tokens.
-    step = jax.jit(functools.partial(next_logits, model), compiler_options=QUICK)
+    step = jax.jit(functools.partial(next_logits, model))
     at = lambda start, stop: jnp.broadcast_to(jnp.arange(start, stop)[None], (2, stop - start))
     spans = [(0, 6), *((i, i + 1) for i in range(6, 12))]
     for start, stop in spans:

@@ -11,8 +11,9 @@ from experiments.variants import expert_choice
 from experiments.variants.expert_choice import ChoiceGroup, ExpertChoiceRouter
 from moelib.core.module import functional
 from moelib.layers.moe.layer import MoELayer
-from tests.experiments.variants.compare import assert_equal_to_reference, expert, softmax
+from tests.experiments.variants.compare import assert_equal_to_reference
 from tests.layers.calling import build, call, call_and_collect, initial, normal
+from tests.oracles.moe import softmax, swiglu
 
 B, S, D, F, E, C = 2, 7, 6, 4, 4, 2
 MASK = np.arange(S) < np.array([[7], [4]])
@@ -55,7 +56,8 @@ def test_values_and_gradients_are_those_of_the_equations(group):
         probs = softmax(x @ p["router"]["weight"])
         taken, y = chosen(probs, GROUPS[group]), np.zeros((B, S, D))
         for b, s, e in np.argwhere(taken):
-            y[b, s] += probs[b, s, e] * expert(p["experts"], e, x[b, s])
+            up, down = (p["experts"][name][e] for name in ("up", "down"))
+            y[b, s] += probs[b, s, e] * swiglu(x[b, s], up, down)
         return y
 
     def run(operands):

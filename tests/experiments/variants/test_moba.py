@@ -9,8 +9,10 @@ from experiments.variants.moba import BlockAttention
 from moelib.core.errors import UserError
 from moelib.core.module import functional
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
-from tests.experiments.variants.compare import assert_equal_to_reference, softmax, turned
+from tests.experiments.variants.compare import assert_equal_to_reference
 from tests.layers.calling import build, call, initial, normal
+from tests.oracles.attention import rotated
+from tests.oracles.moe import softmax
 
 B, S, D, H, G, Dh, SIZE, BEST = 2, 19, 6, 4, 2, 4, 3, 2
 # A document that begins inside a block of the sequence, and padding.
@@ -25,9 +27,9 @@ CFG = BlockAttention.default_config().set(
 
 def reference(p, x):
     """Returns equations 2 to 6 of each document and query alone."""
-    q = turned(np.einsum("bsd,dhk->bshk", x, p["q"]), POSITIONS)
+    q = rotated(np.einsum("bsd,dhk->bshk", x, p["q"]), POSITIONS[..., None])
     kv = np.einsum("bsd,dngk->bsngk", x, p["kv"])
-    k, v = turned(kv[:, :, 0], POSITIONS), kv[:, :, 1]
+    k, v = rotated(kv[:, :, 0], POSITIONS[..., None]), kv[:, :, 1]
     out = np.zeros((B, S, D))
     for b, s, h in np.ndindex(B, S, H):
         g = h // (H // G)

@@ -18,8 +18,9 @@ from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.recording import RECORDING
 from moelib.train.pipeline import stack_of
 from tests import tiny
-from tests.experiments.variants.compare import assert_equal_to_reference, expert, softmax
+from tests.experiments.variants.compare import assert_equal_to_reference
 from tests.layers.calling import build, initial, normal
+from tests.oracles.moe import softmax, swiglu
 
 B, S, D, F, E, K = 2, 6, 5, 4, 12, 3
 C = 1  # max(12 / 4 - 2, 1) constant experts.
@@ -48,7 +49,7 @@ def reference(p, x, before):
     for b, s in zip(*np.nonzero(MASK), strict=True):
         for e in np.argsort(-probs[b, s])[:K]:
             if e < E:
-                out = expert(p["experts"], e, x[b, s])
+                out = swiglu(x[b, s], p["experts"]["up"][e], p["experts"]["down"][e])
             elif e < E + C:
                 of = e - E
                 a = softmax(x[b, s] @ p["local_experts"]["mix"][of])

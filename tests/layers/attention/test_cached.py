@@ -1,5 +1,7 @@
 """The KV cache: positions in its slots, and attention to it against that to whole sequences."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,7 +104,8 @@ def test_the_newest_token_attends_as_the_last_of_a_whole_sequence(groups, spec, 
     q, k, v = (normal(B, S, n, 8, seed=i) for i, n in enumerate((4, groups, groups)))
     sinks = jnp.asarray(normal(4, seed=5)) if with_sinks else None
     arrays = map(jnp.asarray, (q, k, v))
-    whole = flash_attention(*arrays, spec=spec, sinks=sinks, backend="reference")
+    attend = functools.partial(flash_attention, spec=spec, backend="reference")
+    whole = jax.jit(attend)(*arrays, sinks=sinks)
     slots = num_slots(16, spec.window)
     last = np.array(LENGTHS) - 1
     garbage = normal(B, groups, slots, 8, seed=9, scale=100.0)  # In empty slots.

@@ -1,7 +1,6 @@
 """Dispatchers on one device: against the oracle and a loop over tokens, values and gradients."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
 from moelib.layers.moe.dispatch_ragged import RaggedDispatcher, RingDispatcher
 from moelib.layers.moe.experts import FeedForwardExperts
 from tests.kernels.comparing import assert_close
-from tests.layers.calling import QUICK, build, initial, normal
+from tests.layers.calling import build, initial, normal
 from tests.oracles.moe import routed
 
 B, S, D, F, E, K = 4, 10, 4, 6, 5, 2
@@ -63,7 +62,7 @@ ROUTINGS = {
 }
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnums=0)
 def pulled(dispatcher, params, x, ids, weights, mask, grad):
     """Returns (value, gradients in parameters, x and weights)."""
 
@@ -127,18 +126,3 @@ def test_padding_after_a_sequence_drops_the_assignments_that_it_drops_alone():
 def test_a_dispatcher_without_dispatch_is_an_error():
     with pytest.raises(TypeError, match=r"Dispatcher.*_dispatch"):
         Dispatcher.default_config().instantiate()
-
-
-@pytest.mark.parametrize(
-    ("dispatcher", "field", "factor"),
-    [
-        (CapacityDispatcher, "capacity_factor", 0.0),
-        (RaggedDispatcher, "round_factor", -1.0),
-        (RaggedDispatcher, "round_factor", math.inf),
-        (RingDispatcher, "round_factor", math.nan),
-    ],
-)
-def test_factors_that_are_not_finite_and_above_zero_are_refused(dispatcher, field, factor):
-    message = f"^{dispatcher.__name__}.Config.{field}={factor}: .*float > 0 and < inf"
-    with pytest.raises(ValueError, match=message):
-        dispatcher.default_config().set(**{field: factor})

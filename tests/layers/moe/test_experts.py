@@ -1,6 +1,6 @@
 """Experts: their outputs, batched or grouped, and their costs."""
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 
@@ -26,9 +26,9 @@ def experts(activation=Activation.SWIGLU, **fields):
 
 @pytest.mark.parametrize("activation", [Activation.SWIGLU, Activation.GELU])
 def test_each_expert_is_a_feed_forward_layer(activation):
-    layer, x = experts(activation), jnp.asarray(normal(7, D))
-    params = initial(layer)
-    got = layer.batched(params, jnp.broadcast_to(x[None], (E, 7, D)))  # [E, 7, D]
+    layer, x = experts(activation), normal(7, D)
+    params = jax.device_get(initial(layer))
+    got = jax.jit(layer.batched)(params, np.broadcast_to(x[None], (E, 7, D)))  # [E, 7, D]
     one = build(FeedForward.default_config(), input_dim=D, hidden_dim=F, activation=activation)
     for e in range(E):
         mine = {name: value[e] for name, value in params.items()}
@@ -36,24 +36,23 @@ def test_each_expert_is_a_feed_forward_layer(activation):
 
 
 def test_grouped_rows_meet_their_own_expert_and_rows_past_the_end_give_zeros():
-    layer, rows, weights = experts(), jnp.asarray(normal(8, D)), jnp.asarray(normal(8, seed=1))
+    layer, rows, weights = experts(), normal(8, D), normal(8, seed=1)
     params = initial(layer)
-    got = layer.grouped(params, rows, jnp.array([2, 0, 4], jnp.int32), weights)
-    every = layer.batched(params, jnp.broadcast_to(rows[None], (E, 8, D)))
-    every = every * weights[None, :, None]
+    got = jax.jit(layer.grouped)(params, rows, np.array([2, 0, 4], np.int32), weights)
+    every = jax.jit(layer.batched)(params, np.broadcast_to(rows[None], (E, 8, D)))
+    every = np.asarray(every) * weights[None, :, None]
     np.testing.assert_allclose(got[:2], every[0, :2], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(got[2:6], every[2, 2:6], rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(got[6:], np.zeros((2, D)))
 
 
 def test_biases_of_a_token_are_summed_with_its_weights():
-    layer, weights = experts(bias=True), jnp.asarray(normal(3, K))
-    bias = jnp.asarray(normal(E, D, seed=1))
-    ids = jnp.asarray([[0, 2], [1, E], [E, E]])  # E stands for no expert.
-    got = layer.weighted_biases({"down_bias": bias}, ids, weights)
+    layer, weights, bias = experts(bias=True), normal(3, K), normal(E, D, seed=1)
+    ids = np.array([[0, 2], [1, E], [E, E]], np.int32)  # E stands for no expert.
+    got = jax.jit(layer.weighted_biases)({"down_bias": bias}, ids, weights)
     want = [weights[0, 0] * bias[0] + weights[0, 1] * bias[2], weights[1, 0] * bias[1], 0 * bias[0]]
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-    assert experts().weighted_biases({}, ids, weights) is None
+    assert jax.jit(experts().weighted_biases)({}, ids, weights) is None
 
 
 def test_a_token_pays_for_its_own_experts_only():

@@ -179,25 +179,5 @@ def test_scores_that_underflow_are_of_the_best_groups_all_the_same():
     np.testing.assert_array_equal(got.weights, [[[1.0, np.exp(np.float32(-50.0)), 0.0]]])
 
 
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"num_groups": None}, "num_groups=None and num_groups_per_token=2"),
-        ({"num_groups_per_token": None}, "num_groups=4 and num_groups_per_token=None"),
-        ({"num_groups": 5}, "num_groups=5 .* num_experts=12"),
-        ({"num_groups": 0}, "num_groups=0 .* num_experts=12"),
-        ({"num_groups_per_token": 5}, "num_groups=4 .* num_groups_per_token=5"),
-        ({"num_groups_per_token": 0}, "num_groups=4 .* num_groups_per_token=0"),
-        ({"num_experts_per_token": 7}, "num_experts_per_token=7"),
-        ({"num_groups": 12, "num_groups_per_token": 4}, "num_groups=12 .*'sum_of_top_2'"),
-        ({"num_experts_per_token": 0}, "num_experts_per_token=0.*num_experts=12"),
-        ({"num_experts_per_token": 13}, "num_experts_per_token=13.*num_experts=12"),
-    ],
-)
-def test_numbers_that_do_not_fit_are_refused(fields, named):
-    with pytest.raises(ValueError, match=f"layer: .*{named}"):
-        router(**{**V3_GROUPS, **fields})
-
-
 def test_flops_are_those_of_the_logits():
     assert router().forward_flops_per_token(8) == 2 * D * E

@@ -18,6 +18,7 @@ from moelib.planning.compiled.compile_step import no_compilation_cache
 from moelib.planning.hardware.topologies import topology
 from moelib.planning.hlo import program
 from moelib.planning.report.collectives import collectives_by_axes
+from tests.layers.calling import normal
 
 _MODELS = sharding_models.models()
 _FAST = [(2, (2, 4))]  # Llama with a scan over rematerialized layers.
@@ -48,10 +49,16 @@ def test_gradients_equal_those_of_one_device(index, shape):
         assert gradient_error(model, _found(model, shape), _mesh(shape)) < 1e-5
 
 
-@pytest.mark.parametrize("shape", [(1, 8), (2, 4), (4, 2)])
+WINDOWS = [(4, 4, 1), (2, 2, 1), (14, 14, 1), (16, 16, 1), (16, 2, 1), (4, 1, 2)]
+
+
 @pytest.mark.parametrize(
-    ("window", "stride", "dilation"),
-    [(2, 2, 1), (4, 4, 1), (14, 14, 1), (16, 16, 1), (16, 2, 1), (4, 1, 2)],
+    ("window", "stride", "dilation", "shape"),
+    [
+        pytest.param(*each, shape, marks=[pytest.mark.slow] * (i > 0 and shape != (2, 4)))
+        for i, each in enumerate(WINDOWS)
+        for shape in ((1, 8), (2, 4), (4, 2))
+    ],
 )
 def test_gradients_of_convolutions_equal_those_of_one_device(window, stride, dilation, shape):
     """Patch embeddings, whose batch is not placed, with positions of the image and the patches."""
@@ -77,10 +84,8 @@ def test_gradients_of_convolutions_equal_those_of_one_device(window, stride, dil
         "up": (128, 512),
         "down": (512, 128),
     }
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    arrays = zip(shapes.items(), keys, strict=True)
-    params = {name: 0.1 * jax.random.normal(key, each) for (name, each), key in arrays}
-    x = jax.random.normal(jax.random.key(1), (8, size, size, 3))
+    params = {name: normal(*each, scale=0.1) for name, each in shapes.items()}
+    x = normal(8, size, size, 3, seed=1)
     specs = auto_partition_specs(loss, params, x, num_shards=shape[1], fsdp_shards=shape[0]).specs
     mesh, step = _mesh(shape), jax.jit(jax.value_and_grad(loss))
     placed = {

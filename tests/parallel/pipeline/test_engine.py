@@ -80,7 +80,7 @@ def test_gradients_and_outputs_equal_those_without_a_pipeline(schedule, num_rank
         "labels": jax.random.randint(keys[4], (M, 4), 0, V),
     }
     constants = jnp.float32(1.5)
-    grad = jax.grad(without_pipeline, argnums=(0, 1), has_aux=True)
+    grad = jax.jit(jax.grad(without_pipeline, argnums=(0, 1), has_aux=True))
     (of_outer, of_weights), (biases, losses) = grad(outer, weights, constants, microbatches)
     rows = np.array(layout.rows)
     place = lambda a: a[np.maximum(rows, 0)]

@@ -4,7 +4,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from moelib.core.config import config_class
@@ -76,10 +75,6 @@ def unbroken(tmp_path_factory):
     return state, tiny.losses(folder)
 
 
-def assert_same_state(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
 def bad_steps_of(directory):
     """Returns (step, action) of the bad steps in a run's log."""
     events = RunFolder(directory).events()
@@ -98,14 +93,14 @@ def test_a_run_that_meets_bad_data_equals_one_that_skips_them(tmp_path, capsys, 
     assert list(tiny.losses(tmp_path / "a")) == list(range(1, 9))
 
     cfg = config(tmp_path / "b", save_every=save_every).set(skip_batches=["4:5"], watchers={})
-    assert_same_state(found.trainer_state, run(cfg).trainer_state)
+    tiny.assert_trees_equal(found.trainer_state, run(cfg).trainer_state)
     assert tiny.losses(tmp_path / "a") == tiny.losses(tmp_path / "b")
     assert found.input_state["step"] == 9
 
 
 def test_a_bad_step_that_is_good_the_second_time_is_one_of_the_hardware(unbroken, tmp_path, capsys):
     found = run(config(tmp_path), lambda x: x.at[0, 0].set(jnp.nan), at=3)
-    assert_same_state(found.trainer_state, unbroken[0])
+    tiny.assert_trees_equal(found.trainer_state, unbroken[0])
     assert tiny.losses(tmp_path) == unbroken[1]
     (event,) = (e for e in RunFolder(tmp_path).events() if e["event"] == SUSPECTED)
     assert (event["step"], event["position"], event["loss_before"]) == (4, 3, "nan")
@@ -120,7 +115,7 @@ def test_a_spike_is_taken_again_and_the_last_step_is_judged_too(unbroken, tmp_pa
     policy = {"spike": "rewind", "spike_window": 3}
     found = run(config(tmp_path, **policy), lambda x: 50 * x, at=7)
     assert bad_steps_of(tmp_path) == [(8, "rewind")]
-    assert_same_state(found.trainer_state, unbroken[0])
+    tiny.assert_trees_equal(found.trainer_state, unbroken[0])
 
 
 def test_rewinds_are_bounded_over_all_starts_of_a_run(tmp_path):
