@@ -24,7 +24,7 @@ from benchmarks.sharding_models import Model
 from moelib.core import tree
 from moelib.parallel.auto_sharding.constrain import constrain_at_use
 from moelib.parallel.auto_sharding.specs import AutoShardings, auto_partition_specs
-from moelib.planning.choose_specs import Candidate, choose_specs
+from moelib.planning.choose_specs import Candidate, choose_specs, compile_candidate
 from moelib.runtime.command_line import flag, run_command
 from moelib.runtime.table import Table, print_table
 
@@ -114,15 +114,18 @@ def cpu_seconds(model: Model) -> float:
 def compare(named: Model, mesh: jax.sharding.Mesh, *, gradients: bool) -> list[str]:
     """Returns a row of the table."""
     model, by_hand = without_names(named), hand_specs(named)
-    others = {"hand": by_hand} if named.hand else {}
-    choice = choose_specs(model.loss, model.params, *model.batch, mesh=mesh, others=others)
+    choice = choose_specs(model.loss, model.params, *model.batch, mesh=mesh)
     found = {each.name: each for each in choice.candidates}
+    if named.hand:
+        found["hand"] = compile_candidate(
+            "hand", model.loss, model.params, *model.batch, mesh=mesh, specs=by_hand
+        )
     equal = sum(a == b for a, b in zip(choice.traced.specs, by_hand, strict=True))
     row = [
         named.name,
         *(_collectives(found.get(name)) for name in ("traced", "shapes", "hand")),
         f"{equal}/{len(by_hand)}" if named.hand else "-",
-        choice.best.name,
+        min(found.values(), key=lambda each: each.cost).name,
     ]
     if gradients:
         for shape in _GRADIENT_MESHES:

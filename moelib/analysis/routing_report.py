@@ -213,9 +213,8 @@ def _cells(
             return {"assignments": numbers["changed"][last], "load": numbers["load_shift"][last]}
         case "replay":
             cells = {f"dropped at {factor}": x for factor, x in numbers["drops"].items()}
-            for n, placements in numbers["expert_parallel"].items():
-                for name, x in placements.items():
-                    cells[f"rows, {n} devices, {name}"] = x["rows_per_token"]
+            for n, x in numbers["expert_parallel"].items():
+                cells[f"rows, {n} devices"] = x["rows_per_token"]
             return cells
     return {}
 

@@ -277,6 +277,7 @@ def _optima(starts: Sequence[Floats], data: Floats) -> list[Any]:
             start,
             jacobian,
             bounds=([-most] * 3 + [low] * 2, [most] * 3 + [high] * 2),
+            method="dogbox",  # A third faster than "trf", to the same optima.
             loss="huber",
             f_scale=_HUBER_DELTA,
             ftol=1e-10,

@@ -234,8 +234,8 @@ def find_checkpoints(
         CheckpointNotFoundError: If there is none, of the step or, if required, at all.
     """
     found = on_all_processes(lambda: contents.list_checkpoints(directory), directory)
-    agreed = gather_json(list(found))[0]
-    found = {each: found.get(each, contents.step_path(directory, each)) for each in agreed}
+    steps = gather_json(list(found))[0]
+    found = {each: found.get(each, contents.step_path(directory, each)) for each in steps}
     if step is None and (found or not required):
         return found
     if step in found:

@@ -10,9 +10,10 @@ steps, and a replay that predicts drops and all-to-all traffic.
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from moelib.cli.evaluate import find_steps
 from moelib.core.config import did_you_mean
@@ -25,6 +26,9 @@ from moelib.runtime.command_line import describe_flags, flag
 from moelib.runtime.progress import Progress
 from moelib.runtime.table import print_table
 
+# Analyses with flags of their own.
+ROUTING, SCALING, LOSSES = ("routing",), ("scaling",), ("scaling", "twins")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flags(DeviceFlags):
@@ -34,53 +38,52 @@ class Flags(DeviceFlags):
         None, "Folder of the results; by default analysis/NAME, of routing in the run."
     )
     module: str | None = flag(None, "Module of the runs' own layers, which configs may name.")
-    trainer_dir: str | None = flag(None, "Routing: folder of a run.")
-    steps: str = flag("all", "Routing: steps of the logs: all, or steps such as 100,200.")
+    trainer_dir: str | None = flag(None, "folder of a run.", of=ROUTING)
+    steps: str = flag("all", "steps of the logs: all, or steps such as 100,200.", of=ROUTING)
     evaler: str | None = flag(
-        None, "Routing: evaler of the run whose input is logged; by default its only."
+        None, "evaler of the run whose input is logged; by default its only.", of=ROUTING
     )
     max_batches: int | None = flag(
         None,
-        "Routing: number of batches of a log; by default that of the run's logs.",
+        "number of batches of a log; by default that of the run's logs.",
         lower_bound=1,
+        of=ROUTING,
     )
-    mesh: str | None = flag(None, "Routing: mesh, such as fsdp=4,expert=2; by default one device.")
-    module_dir: str | None = flag(None, "Routing: folder of the modules of the run's own layers.")
+    mesh: str | None = flag(
+        None, "mesh, such as fsdp=4,expert=2; by default one device.", of=ROUTING
+    )
+    module_dir: str | None = flag(
+        None, "folder of the modules of the run's own layers.", of=ROUTING
+    )
     skip_checksums: bool = flag(
-        False, "Routing: whether to read a run without comparing checksums."
+        False, "whether to read a run without comparing checksums.", of=ROUTING
     )
     min_count: int = flag(
-        100, "Routing: occurrences from which a token id has a share.", lower_bound=1
+        100, "occurrences from which a token id has a share.", lower_bound=1, of=ROUTING
     )
-    seed: int = flag(0, "Routing: seed of the permutation baseline.")
+    seed: int = flag(0, "seed of the permutation baseline.", of=ROUTING)
     capacity_factors: tuple[str, ...] = flag(
         (),
-        "Routing: capacity factors whose drops are predicted; by default 1,1.25,1.5,2.",
+        "capacity factors whose drops are predicted; by default 1,1.25,1.5,2.",
         split=True,
+        of=ROUTING,
     )
     expert_parallel: tuple[str, ...] = flag(
         (),
-        "Routing: numbers of devices that share experts in the replay; by default 2,4,8.",
+        "numbers of devices that share experts in the replay; by default 2,4,8.",
         split=True,
+        of=ROUTING,
     )
-    runs: tuple[str, ...] = flag(
-        (), "Scaling, twins: folder of runs, besides those that are arguments."
-    )
+    runs: tuple[str, ...] = flag((), "folder of runs, besides those that are arguments.", of=LOSSES)
     metric: str | None = flag(
         None,
-        "Scaling, twins: loss; by default validation/cross_entropy if all have it, else mean_loss.",
+        "loss; by default validation/cross_entropy if all have it, else mean_loss.",
+        of=LOSSES,
     )
     budgets: tuple[str, ...] = flag(
-        (), "Scaling: FLOPs to predict the best model for, such as 1e20,1e21.", split=True
+        (), "FLOPs to predict the best model for, such as 1e20,1e21.", split=True, of=SCALING
     )
-    num_bootstraps: int = flag(500, "Scaling: refits for the intervals.", lower_bound=1)
-
-
-class _Analysis(NamedTuple):
-    """An analysis: its function of the flags and of the folders, and its own flags."""
-
-    write: Callable[[Flags, Sequence[str]], list[str]]  # Returns the paths of the files.
-    flags: Sequence[str]
+    num_bootstraps: int = flag(500, "refits for the intervals.", lower_bound=1, of=SCALING)
 
 
 def run(flags: Flags, arguments: Sequence[str]) -> None:
@@ -90,14 +93,14 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         raise UsageError(f"name an analysis, not {given!r}; {did_you_mean(given, ANALYSES)}")
     name, *folders = arguments
     for info in describe_flags(Flags):
-        users = [each for each, (_, own) in ANALYSES.items() if info.name in own]
-        if users and name not in users and getattr(flags, info.name) != info.default:
-            raise UsageError(f"--{info.name} is of the analysis {' or '.join(users)}, not {name}.")
+        if info.of and name not in info.of and getattr(flags, info.name) != info.default:
+            users = " or ".join(info.of)
+            raise UsageError(f"--{info.name} is of the analysis {users}, not {name}.")
     if flags.output is not None and os.path.isfile(flags.output):
         raise UsageError(f"--output={flags.output} is a file; name a folder.")
     if flags.module:
         import_module(flags.module)
-    if files := ANALYSES[name].write(flags, folders):
+    if files := ANALYSES[name](flags, folders):
         print(f"wrote {', '.join(files)}")
 
 
@@ -168,13 +171,15 @@ def _check_parallel(flags: Flags, log: RoutingLog) -> None:
             )
 
 
-def _numbers(name: str, texts: Sequence[str], kind: Callable[[str], Any]) -> list[Any]:
-    """Returns the positive numbers of a flag. Raises UsageError."""
+def _numbers(
+    name: str, texts: Sequence[str], kind: Callable[[str], Any], limit: float = 1e9
+) -> list[Any]:
+    """Returns the numbers of a flag, above 0 and below the limit, sorted. Raises UsageError."""
     try:
         values = [kind(text) for text in texts]
     except ValueError:
         values = []
-    if not values or not all(0 < value < 1e9 for value in values):
+    if not values or not all(0 < value < limit for value in values):
         raise UsageError(f"--{name}={','.join(texts)}: write positive numbers with commas.")
     return sorted(set(values))
 
@@ -204,7 +209,7 @@ def scaling(flags: Flags, folders: Sequence[str]) -> list[str]:
     from moelib.analysis.training_runs import default_metric, read_curve
     from moelib.operations.runs import find_runs
 
-    budgets = [_number("--budgets", text) for text in flags.budgets]
+    budgets = _numbers("budgets", flags.budgets, float, math.inf) if flags.budgets else []
     folders = _folders(flags, folders)
     found = (run for folder in folders for run in find_runs(folder))
     runs = list({os.path.realpath(run): run for run in found}.values())  # Each once.
@@ -227,16 +232,6 @@ def twins(flags: Flags, folders: Sequence[str]) -> list[str]:
     return write_report(_output(flags, "twins"), found)
 
 
-def _number(name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise UsageError(f"{name}={text}: set FLOPs above 0, such as 1e20.")
-    return value
-
-
 def _folders(flags: Flags, folders: Sequence[str]) -> list[str]:
     found = [*flags.runs, *folders]
     for folder in found:
@@ -248,10 +243,4 @@ def _output(flags: Flags, name: str) -> str:
     return flags.output or os.path.join("analysis", name)
 
 
-_OF_LOGS = ("trainer_dir", "steps", "evaler", "max_batches", "mesh", "module_dir", "skip_checksums")
-_OF_ROUTING = ("min_count", "seed", "capacity_factors", "expert_parallel")
-ANALYSES = {
-    "routing": _Analysis(routing, (*_OF_LOGS, *_OF_ROUTING)),
-    "scaling": _Analysis(scaling, ("runs", "metric", "budgets", "num_bootstraps")),
-    "twins": _Analysis(twins, ("runs", "metric")),
-}
+ANALYSES = {"routing": routing, "scaling": scaling, "twins": twins}

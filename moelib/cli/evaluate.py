@@ -20,7 +20,7 @@ from moelib.runtime.table import print_table
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationFlags:
-    """Flags that are arguments of `moelib.evaluate`."""
+    """Flags that are arguments of `evaluate_model`."""
 
     tasks: tuple[str, ...] = flag((), "Benchmarks, such as arc_easy,piqa.", split=True)
     data_dir: str | None = flag(None, "Folder of the benchmarks' files.")
@@ -56,14 +56,14 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     if flags.include_path and not flags.lm_eval:
         raise UsageError("--include_path requires --lm_eval; set both or neither.")
     steps = [] if flags.steps is None else find_steps(flags.folder, flags.steps)
-    from moelib.evaluation.evaluate import evaluate
+    from moelib.evaluation.evaluate import evaluate_model
     from moelib.evaluation.report import results_table
 
     output = flags.output or os.path.join(flags.folder, "evaluation")
     options = {f.name: getattr(flags, f.name) for f in dataclasses.fields(EvaluationFlags)}
     flags = dataclasses.replace(flags, step=steps[0]) if steps else flags
     # No reference to the model is kept, so that the next step replaces its parameters.
-    results = evaluate(flags.load(), steps=steps, output=output, **options)
+    results = evaluate_model(flags.load(), steps=steps, output=output, **options)
     print_table(results_table(flags.folder, results))
     print(f"wrote {', '.join(sorted(storage.list_names(output)))} in {output}")
 

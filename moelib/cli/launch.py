@@ -91,12 +91,10 @@ def job_config(flags: Flags) -> Any:
     else:
         folder = os.path.join("jobs", os.path.basename(os.path.normpath(run_dir)))
     cfg.set(folder=folder)
-    if flags.stopped_status:
-        with config_origin(f"--stopped_status={flags.stopped_status}"):
-            cfg.set(stopped_status=flags.stopped_status)
-    if flags.num_processes is not None:
-        with config_origin(f"--num_processes={flags.num_processes}"):
-            cfg.set(num_processes=flags.num_processes)
+    for field in ("stopped_status", "num_processes"):
+        if value := getattr(flags, field):
+            with config_origin(f"--{field}={value}"):
+                cfg.set(**{field: value})
     for assignment in flags.job_set:
         config_text.set_from_text(cfg, assignment, flag="--job_set")
     arguments = [*train_arguments(flags), f"--stopped_status={cfg.stopped_status}"]

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moelib import launch
-from moelib.cli.files import check_file
 from moelib.core.errors import UsageError
-from moelib.runtime.command_line import flag, no_arguments
+from moelib.runtime.command_line import check_file, flag, no_arguments
 from moelib.runtime.files import write_json
 from moelib.runtime.table import print_table
 

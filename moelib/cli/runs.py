@@ -16,10 +16,9 @@ import os
 import threading
 from collections.abc import Sequence
 
-from moelib.cli.files import check_file
 from moelib.core.errors import UsageError
 from moelib.runtime import storage
-from moelib.runtime.command_line import flag
+from moelib.runtime.command_line import check_file, flag
 from moelib.runtime.table import print_table
 
 _ENDINGS = (".pdf", ".png", ".svg")

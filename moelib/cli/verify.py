@@ -12,8 +12,7 @@ import os
 from collections.abc import Sequence
 
 from moelib import launch
-from moelib.cli.files import check_file
-from moelib.runtime.command_line import flag, no_arguments
+from moelib.runtime.command_line import check_file, flag, no_arguments
 from moelib.runtime.compilation_cache import use_compilation_cache
 from moelib.runtime.table import print_table
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, overload
 
 import jax
@@ -29,27 +29,28 @@ def evaluate(model: Task.Config, tasks: Examples, **settings: Any) -> Scalars: .
 
 
 @overload
-def evaluate(model: LoadedModel, tasks: Sequence[str] = (), **settings: Any) -> list[Result]: ...
+def evaluate(
+    model: LoadedModel,
+    tasks: Sequence[str] = (),
+    *,
+    data_dir: str | None = ...,
+    corpus: Sequence[str] = ...,
+    steps: Sequence[int] = ...,
+    num_fewshot: int | None = ...,
+    fewshot_seed: int = ...,
+    limit: int | None = ...,
+    lm_eval: bool = ...,
+    include_path: str | None = ...,
+    max_length: int | None = ...,
+    batch_tokens: int = ...,
+    output: str | None = ...,
+) -> list[Result]: ...
 
 
 def evaluate(
-    model: LoadedModel | Task.Config,
-    tasks: Any = (),
-    *,
-    data_dir: str | None = None,
-    corpus: Sequence[str] = (),
-    steps: Sequence[int] = (),
-    num_fewshot: int | None = None,
-    fewshot_seed: int = FEWSHOT_SEED,
-    limit: int | None = None,
-    lm_eval: bool = False,
-    include_path: str | None = None,
-    max_length: int | None = None,
-    batch_tokens: int = BATCH_TOKENS,
-    output: str | None = None,
-    **settings: Any,
+    model: LoadedModel | Task.Config, tasks: Any = (), **settings: Any
 ) -> list[Result] | Scalars:
-    """Returns the metrics of a model, and writes them to a folder if one is given.
+    """Returns the metrics of a model on benchmarks and texts, or of a task on its examples.
 
         model = moelib.load_model("runs/flame")
         for result in moelib.evaluate(model, ["piqa"], data_dir="benchmarks"):
@@ -62,8 +63,39 @@ def evaluate(
 
     Args:
         model: The model, from `moelib.load_model`; or a task.
-        tasks: Names of benchmarks in `moelib.evaluation.tasks.TASKS`, or of lm-eval's tasks; of a
-            task, its examples.
+        tasks: Names of benchmarks; of a task, its examples.
+        settings: Further arguments of `evaluate_model`: `corpus`, `data_dir`, `limit`, `output`,
+            ...; of a task, those of `moelib.predict`.
+
+    Raises:
+        UserError: If an argument or a file is invalid or missing, or results would be overwritten.
+    """
+    if isinstance(model, Task.Config):
+        return evaluate_task(model, tasks, **settings)
+    return evaluate_model(model, tasks, **settings)
+
+
+def evaluate_model(
+    model: LoadedModel,
+    tasks: Sequence[str] = (),
+    *,
+    data_dir: str | None = None,
+    corpus: Sequence[str] = (),
+    steps: Sequence[int] = (),
+    num_fewshot: int | None = None,
+    fewshot_seed: int = FEWSHOT_SEED,
+    limit: int | None = None,
+    lm_eval: bool = False,
+    include_path: str | None = None,
+    max_length: int | None = None,
+    batch_tokens: int = BATCH_TOKENS,
+    output: str | None = None,
+) -> list[Result]:
+    """Returns the metrics of a language model, and writes them to a folder if one is given.
+
+    Args:
+        model: The model, from `moelib.load_model`.
+        tasks: Names of benchmarks in `moelib.evaluation.tasks.TASKS`, or of lm-eval's tasks.
         data_dir: Folder of the benchmarks' files.
         corpus: Text files, JSON lines, Parquet files, or folders of them, for perplexity.
         steps: Steps of the run's checkpoints to evaluate; by default that of `model`.
@@ -76,16 +108,11 @@ def evaluate(
         batch_tokens: Number of tokens of a batch, padding included.
         output: Folder for results.json, results.csv and, of several steps, results.png, which
             process 0 writes; results are kept if a later step fails. None writes nothing.
-        settings: Arguments for a task alone, those of `moelib.predict`.
 
     Raises:
         UserError: If an argument or a file is invalid or missing, or results would be overwritten.
     """
-    if isinstance(model, Task.Config):
-        if corpus or steps or output is not None:
-            raise UserError("corpus, steps and output are not for a task; leave them out.")
-        return evaluate_task(model, tasks, **settings)
-    _check_what(model, tasks, corpus, output, settings)
+    _check_what(model, tasks, corpus, output)
     if tasks and not lm_eval and data_dir is None:
         raise UserError("tasks need data_dir (--data_dir), the folder of the benchmarks' files.")
     max_length = model.max_length if max_length is None else max_length
@@ -172,15 +199,9 @@ def _lm_eval_manager(tasks: Sequence[str], include_path: str | None) -> Any:
 
 
 def _check_what(
-    model: Any,
-    tasks: Sequence[str],
-    corpus: Sequence[str],
-    output: str | None,
-    settings: Mapping[str, Any],
+    model: Any, tasks: Sequence[str], corpus: Sequence[str], output: str | None
 ) -> None:
     """Raises UserError unless a model and, in lists, something to evaluate it on are given."""
-    if settings:
-        raise UserError(f"{', '.join(settings)}: an argument for a task, not for {model!r:.80}.")
     refuse_single_strings(tasks=tasks, corpus=corpus)
     if not tasks and not corpus:
         raise UserError("tasks and corpus are empty; set one of them to what to evaluate on.")

@@ -197,7 +197,7 @@ def run_tasks(
 ) -> dict[str, Metrics]:
     """Returns the metrics of lm-eval's tasks, groups or tags, by task or group.
 
-    Bootstrapped standard errors are from 1000 samples. `moelib.evaluate` documents the options.
+    Bootstrapped standard errors are from 1000 samples. `evaluate_model` documents the options.
     """
     os.environ["DISABLE_MULTIPROC"] = "1"  # For bootstraps: a process with JAX in it cannot fork.
     found: Any = simple_evaluate(

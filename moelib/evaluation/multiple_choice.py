@@ -26,7 +26,7 @@ def task_evaluation(
     limit: int | None = None,
     fewshot_seed: int = FEWSHOT_SEED,
 ) -> Evaluation:
-    """Returns the evaluation of a task; `moelib.evaluate` documents the arguments.
+    """Returns the evaluation of a task; `evaluate_model` documents the arguments.
 
     Raises:
         MissingFileError: If a file is missing.

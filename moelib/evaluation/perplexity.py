@@ -20,13 +20,12 @@ def corpus_evaluation(
     tokenizer: Tokenizer,
     *,
     max_length: int,
-    text_field: str = "text",
     limit: int | None = None,
 ) -> Evaluation:
     """Returns the evaluation of the perplexity of the first `limit` documents, or of all.
 
     The path is a text file, which is one document, a file of JSON lines or Parquet with a document
-    per record in `text_field`, or a folder of such files. Windows have `max_length` tokens.
+    per record in `text`, or a folder of such files. Windows have `max_length` tokens.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -34,7 +33,7 @@ def corpus_evaluation(
     """
     if limit is not None and limit < 1:
         raise UserError(f"{path}: limit is {limit}; set it to 1 or more.")
-    source = source_for_path(path, text_field=text_field).instantiate()
+    source = source_for_path(path).instantiate()
     texts = list(itertools.islice(source.documents(), limit))
     if not any(texts):
         raise UserError(f"{path} has no text; set corpus to files with text.")

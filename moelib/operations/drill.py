@@ -1,5 +1,6 @@
 """Drills: a run in several processes that is disturbed, and compared with an undisturbed one."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -175,8 +176,7 @@ def _run(cfg: Any, folder: str, scenario: Scenario, launch: Launch) -> Outcome:
     logged = {event["event"] for event in RunFolder(folder).events()}
     if scenario.event and scenario.event not in logged:
         status = status or 1  # The run ended for another reason.
-    found = path / "drill.jsonl"  # None if the processes ended before the run.
-    events = [json.loads(x) for x in found.read_text().splitlines()] if found.exists() else []
+    events = _events(path / "drill.jsonl")
     starts = [event["start"] for event in events if "start" in event]
     steps = [event["step"] for event in events if "step" in event and "fault" not in event]
     hit = [event["time"] for event in events if "fault" in event]
@@ -191,6 +191,15 @@ def _run(cfg: Any, folder: str, scenario: Scenario, launch: Launch) -> Outcome:
         recovery_seconds=after[0] - hit[-1] if after else None,
         is_equal=False,
     )
+
+
+def _events(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns the events in a file, without lines that a kill cut short; none without the file."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
 
 
 def _verdict(outcome: Outcome) -> str:

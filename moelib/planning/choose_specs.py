@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from moelib.core import tree
 from moelib.core.config import did_you_mean
 from moelib.core.errors import UserError
 from moelib.core.param import is_spec
@@ -19,7 +18,6 @@ from moelib.parallel.auto_sharding.specs import (
     AutoShardings,
     Leftover,
     auto_partition_specs,
-    check_spec,
     check_windows,
 )
 from moelib.parallel.sharding import mesh_axes_of
@@ -67,31 +65,30 @@ def choose_specs(
     mesh: Mesh,
     axis: str = "model",
     fsdp_axis: str = "fsdp",
-    others: Mapping[str, Any] | None = None,
     overrides: Sequence[tuple[str, PartitionSpec]] = (),
     leftover: Leftover = "replicate",
 ) -> Choice:
     """Compiles the loss and its gradient for several shardings, and returns the cheapest.
 
-    The candidates are the traced sharding, the one from shapes unless it shards a convolution's
-    window, replication, and `others`. Nothing runs: parameters and batch may be
-    `jax.ShapeDtypeStruct`s, and the mesh may be one of described devices.
+    The candidates are the traced sharding, replication, and the sharding from shapes unless it
+    shards a convolution's window; `compile_candidate` compiles another one. Nothing runs:
+    parameters and batch may be `jax.ShapeDtypeStruct`s, and the mesh may be one of described
+    devices.
 
     Args:
         loss: Function of (params, *example_batch) with a scalar result.
         params: Tree of arrays. In the place of an array a `ParameterSpec` may stand, whose logical
-            axes shard it in all candidates but the replicated one and `others`.
+            axes shard it in all candidates but the replicated one.
         *example_batch: A batch; leading dimensions are sharded over the other axes of the mesh.
         mesh: The mesh, with axes of type `AxisType.Auto`.
         axis: Mesh axis for tensor parallelism.
         fsdp_axis: Mesh axis for FSDP; the mesh may lack it.
-        others: Trees of PartitionSpecs by name.
         overrides: As in `auto_partition_specs`.
         leftover: As in `auto_partition_specs`.
 
     Raises:
-        UserError: If the result is not a scalar, the mesh lacks `axis`, one of `others` does not
-            fit the parameters, and the errors of `auto_partition_specs`.
+        UserError: If the result is not a scalar, or the mesh lacks `axis`; and the errors of
+            `auto_partition_specs`.
     """
     arrays = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype or "float32") if is_spec(x) else x,
@@ -127,50 +124,53 @@ def choose_specs(
         "replicated": (whole, whole),
     }
     with contextlib.suppress(UserError):  # Shapes do not show all windows of convolutions.
-        _check_windows("shapes", by_shape.specs, traced)
+        for spec, (path, windows) in zip(
+            jax.tree.leaves(by_shape.specs), traced.report.windows.items(), strict=True
+        ):
+            check_windows(spec, windows, path)
         named["shapes"] = by_shape.specs, by_shape.use_specs
-    if not isinstance(others := others or {}, Mapping):
-        raise UserError(f"others={others!r}: pass trees of PartitionSpecs by name.")
-    for name, specs in others.items():
-        _check_candidate(name, specs, arrays, sizes, taken=named)
-        _check_windows(name, specs, traced)
-        named[name] = specs, specs
-    compiled = []
-    for name, (specs, use_specs) in named.items():
-        step = jax.value_and_grad(constrain_at_use(loss, use_specs))
-        parsed = program.parse(compile_sharded(step, arrays, example_batch, specs, mesh, axis))
-        collectives = collectives_by_axes(parsed, sizes)
-        sent = sum(_sent_bytes(each) for each in collectives)
-        held = sum(
-            leaf.size * leaf.dtype.itemsize / _num_parts(spec, sizes)
-            for leaf, spec in zip(jax.tree.leaves(arrays), jax.tree.leaves(specs), strict=True)
+    compiled = [
+        compile_candidate(
+            name, loss, arrays, *example_batch, mesh=mesh, axis=axis, specs=x, use=use
         )
-        compiled.append(Candidate(name, specs, collectives, sent, held, matmul_flops(parsed)))
+        for name, (x, use) in named.items()
+    ]
     _warn_above_prediction(compiled[0], traced, axis)
     return Choice(min(compiled, key=lambda each: each.cost), tuple(compiled), traced)
 
 
-def _check_candidate(
-    name: str, specs: Any, params: Any, sizes: Mapping[str, int], *, taken: Mapping[str, Any]
-) -> None:
-    if name in taken:
-        raise UserError(f"others[{name!r}]: {', '.join(taken)} are taken; choose another name.")
-    if jax.tree.structure(specs) != jax.tree.structure(params) or not all(
-        isinstance(spec, PartitionSpec) for spec in jax.tree.leaves(specs)
-    ):
-        raise UserError(
-            f"others[{name!r}] must be a tree like params, with a PartitionSpec for each array: "
-            f"{jax.tree.structure(specs)} is not {jax.tree.structure(params)}."
-        )
-    for (path, leaf), spec in zip(tree.flatten_items(params), jax.tree.leaves(specs), strict=True):
-        check_spec(spec, leaf.shape, sizes, f"others[{name!r}]: {path}")
+def compile_candidate(
+    name: str,
+    loss: Callable[..., jax.Array],
+    params: Any,
+    *example_batch: Any,
+    mesh: Mesh,
+    specs: Any,
+    axis: str = "model",
+    use: Any = None,
+) -> Candidate:
+    """Returns a candidate: the loss and its gradient, compiled for a sharding.
 
-
-def _check_windows(name: str, specs: Any, traced: AutoShardings) -> None:
-    for spec, (path, windows) in zip(
-        jax.tree.leaves(specs), traced.report.windows.items(), strict=True
-    ):
-        check_windows(spec, windows, f"others[{name!r}]: {path}")
+    Args:
+        name: Name of the candidate.
+        loss: Function of (params, *example_batch) with a scalar result.
+        params: Tree of arrays.
+        *example_batch: A batch, as for `choose_specs`.
+        mesh: The mesh.
+        specs: Tree of PartitionSpecs: how each parameter is stored.
+        axis: Mesh axis for tensor parallelism, which does not shard the batch.
+        use: Tree of PartitionSpecs: how the loss uses each parameter; by default `specs`.
+    """
+    sizes = dict(mesh.shape)
+    step = jax.value_and_grad(constrain_at_use(loss, specs if use is None else use))
+    parsed = program.parse(compile_sharded(step, params, example_batch, specs, mesh, axis))
+    collectives = collectives_by_axes(parsed, sizes)
+    held = sum(
+        leaf.size * leaf.dtype.itemsize / _num_parts(spec, sizes)
+        for leaf, spec in zip(jax.tree.leaves(params), jax.tree.leaves(specs), strict=True)
+    )
+    sent = sum(_sent_bytes(each) for each in collectives)
+    return Candidate(name, specs, collectives, sent, held, matmul_flops(parsed))
 
 
 def compile_sharded(

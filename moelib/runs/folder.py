@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from moelib.core.errors import UserError
 from moelib.runtime import storage
-from moelib.runtime.files import atomic_file, parse_json, read_json, write_json
+from moelib.runtime.files import atomic_file, parse_json, read_json, read_text, write_json
 from moelib.runtime.lock import LOCK_FILE, directory_lock
 
 if TYPE_CHECKING:  # Needs JAX, and the readers of a run's files do not.
@@ -104,6 +104,29 @@ class RunFolder:
             logger.error("NO EVENT %r in the log of the run: %s. Training continues.", event, error)
 
     # -- Config ----------------------------------------------------------------------------------
+
+    def config_text(
+        self, record: "CheckpointRecord | None" = None, *, use_file: bool = False
+    ) -> tuple[str, str]:
+        """Returns the text of the config and its source, for errors; both empty without one.
+
+        The text is that in the record of a checkpoint, which has a digest, so that a step is read
+        with the config that trained it.
+
+        Args:
+            record: The record; None for config.txt.
+            use_file: Whether config.txt is preferred to the record.
+
+        Raises:
+            UserError: If config.txt is needed, and cannot be read.
+        """
+        path, has_record = self.config_file, record is not None and bool(record.config)
+        written = ""
+        if (use_file or not has_record) and storage.exists(path):
+            written = read_text(path)
+        if record is not None and has_record and not written:
+            return record.config, f"{self.path}, config in the record of step {record.step}, line "
+        return (written, f"{path}:") if written else ("", "")
 
     def write_config(self, cfg: Any) -> None:
         """Writes config.txt, and run.json with the folders that modules are imported from.

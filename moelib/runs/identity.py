@@ -124,34 +124,10 @@ def _check_equal(values: Mapping[str, Any], cure: str) -> None:
     raise UserError(f"{path} is {first} in process 0, and {second} in process {other}; {cure}.")
 
 
-def saved_config(
-    folder: RunFolder, record: CheckpointRecord | None, *, use_file: bool = False
-) -> tuple[str, str]:
-    """Returns the text of a run's config and its source, for errors; both empty if there is none.
-
-    The text is that in the record of a checkpoint, which has a digest, so that a step is read with
-    the config that trained it.
-
-    Args:
-        folder: Folder of the run.
-        record: The record; None for config.txt.
-        use_file: Whether config.txt is preferred to the record.
-
-    Raises:
-        UserError: If config.txt is needed, and cannot be read.
-    """
-    path, has_record = folder.config_file, record is not None and bool(record.config)
-    written = ""
-    if (use_file or not has_record) and storage.exists(path):
-        written = read_text(path)
-    if record is not None and has_record and not written:
-        return record.config, f"{folder.path}, config in the record of step {record.step}, line "
-    return (written, f"{path}:") if written else ("", "")
-
-
 def warn_other_file(
     folder: RunFolder,
-    record: CheckpointRecord | None,
+    record: CheckpointRecord,
+    recorded: str,
     cfg: Any,
     names: Mapping[str, Any] | None = None,
 ) -> None:
@@ -159,7 +135,8 @@ def warn_other_file(
 
     Args:
         folder: Folder of the run.
-        record: The record; None compares nothing.
+        record: The record.
+        recorded: Text of the config of the record, with the fields of today.
         cfg: Config of a trainer of the same class.
         names: Classes and functions that the config may name, as in `parse`.
 
@@ -167,7 +144,7 @@ def warn_other_file(
         UntrustedNameError: If config.txt names code that it may not name.
     """
     path = folder.config_file
-    if record is None or not record.config or not storage.exists(path):
+    if not record.config or not storage.exists(path):
         return
     try:
         if (written := read_text(path)) == record.config:
@@ -176,7 +153,7 @@ def warn_other_file(
         logger.warning("%s The config of step %d is used.", error, record.step)
         return
     there = identity(_as_today(written, f"{path}:", names), cfg)
-    here = identity(_as_today(*saved_config(folder, record), names), cfg)
+    here = identity(recorded, cfg)
     if first := next(iter(_different(there, here)), None):
         logger.warning(
             "%s is not the config of step %d, which is used instead: %.200s is %s in the file, "
@@ -228,12 +205,14 @@ def check_directory(
             differs. Also if the schedule, accumulation or dtype of training differ.
         UntrustedNameError: If the config of the run names code that it may not name.
     """
-    names = dict(named(line) for line in lines(cfg))  # The user's own config names them.
-    text, source = saved_config(folder, record)
+    text, source = folder.config_text(record)
     if not text:
         return
-    warn_other_file(folder, record, cfg, names)
-    before, now = text_lines(_as_today(text, source, names)), text_lines(cfg.debug_string())
+    names = dict(named(line) for line in lines(cfg))  # The user's own config names them.
+    saved = _as_today(text, source, names)
+    if record is not None:
+        warn_other_file(folder, record, saved, cfg, names)
+    before, now = text_lines(saved), text_lines(cfg.debug_string())
     operational, is_moved = _operational(cfg), _is_moved(cfg)
     changes: list[Change] = []
     for path in _different(before, now):

@@ -283,7 +283,7 @@ def _read_config(
     run = RunFolder(folder)
     record = run.record(step)
     try:
-        text, source = identity.saved_config(run, record, use_file=skip_checksums)
+        text, source = run.config_text(record, use_file=skip_checksums)
         cfg = config_text.parse(text, source=source) if text else None
     except trusted_code.UntrustedNameError as error:
         # The run's folders are data, too: a hint, from which nothing is imported.
@@ -292,7 +292,8 @@ def _read_config(
             f"{error} In training, modules came from {hint or 'elsewhere'}."
         ) from None
     if record is not None and not skip_checksums:
-        identity.warn_other_file(run, record, cfg)
+        if cfg is not None:
+            identity.warn_other_file(run, record, cfg.debug_string(), cfg)
         source, cure = f"the record of step {record.step}", "restore it, or pass --skip_checksums"
         for name, digest in record.files.items():
             check_sum(os.path.join(folder, name), digest, source, cure=cure)

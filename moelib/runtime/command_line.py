@@ -52,6 +52,7 @@ class FlagInfo(NamedTuple):
     short: str | None
     split: bool
     lower_bound: float | None
+    of: tuple[str, ...]  # Actions of the command that use the flag; empty for all.
 
 
 def flag(
@@ -61,6 +62,7 @@ def flag(
     short: str | None = None,
     split: bool = False,
     lower_bound: float | None = None,
+    of: tuple[str, ...] = (),
 ) -> Any:
     """Returns the dataclass field of a flag.
 
@@ -70,8 +72,10 @@ def flag(
         short: One-letter name.
         split: Whether a `tuple[str, ...]` is one value separated by commas, not a repeated flag.
         lower_bound: Smallest allowed number.
+        of: The only actions of the command that use the flag; they precede the description.
     """
-    details = {"help": text, "short": short, "split": split, "lower_bound": lower_bound}
+    text = f"{', '.join(of).capitalize()}: {text}" if of else text
+    details = {"help": text, "short": short, "split": split, "lower_bound": lower_bound, "of": of}
     return dataclasses.field(default=default, metadata=details)
 
 
@@ -155,6 +159,19 @@ def no_arguments(arguments: Sequence[str], cls: type) -> None:
         names = [f"--{field.name}" for field in dataclasses.fields(cls)]
         advice = did_you_mean(f"--{arguments[0].lstrip('-')}", names)
         raise UsageError(f"unexpected argument {arguments[0]!r}; {advice}")
+
+
+def check_file(flag: str, path: str | None) -> None:
+    """Raises UsageError if the file of a flag cannot be written; None is fine."""
+    if path is None:
+        return
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path or "."):
+        raise UsageError(f"--{flag}={path}: it is a folder; name a file.")
+    if not os.path.isdir(folder):
+        raise UsageError(f"--{flag}={path}: the folder {folder} does not exist; create it first.")
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise UsageError(f"--{flag}={path}: the file is not writable; name another file.")
 
 
 # -- Running -------------------------------------------------------------------------------------

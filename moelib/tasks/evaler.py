@@ -13,7 +13,6 @@ from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.core.module import functional
 from moelib.core.precision import cast_parameters
-from moelib.data.batches.prefetch import Prefetcher, put_batch
 from moelib.parallel.sharding import sharding_rules
 from moelib.tasks.input import TaskInput
 from moelib.tasks.task import check_names
@@ -51,7 +50,7 @@ class ExampleEvaler(SpmdEvaler):
 
     @property
     def _source(self) -> TaskInput:
-        return cast("TaskInput", self._input)
+        return cast("TaskInput", self._data.input)
 
     def _step(self, params: Any, batch: Any) -> Any:
         return self._without_repetitions(functools.partial(super()._step, params), batch)
@@ -111,11 +110,9 @@ class ExampleEvaler(SpmdEvaler):
             raise UserError(f"{self._model._title()}: predict is not set; set it to a function.")
         self.open_input(mesh)
         rows = self.config.input.global_batch_size
-        sharding, share = self._share(mesh)
         key = jax.random.key(self.config.prng_seed)
         results: list[Any] = []
-        put = lambda batch: put_batch(batch, sharding, rows)
-        with Prefetcher(self._input.iterator(share), put) as feed:
+        with self._data.batches(mesh) as feed:
             for count, batch in enumerate(feed):
                 outputs = self._run(params, batch, jax.random.fold_in(key, count), mesh)
                 left = len(self._source.examples) - len(results)

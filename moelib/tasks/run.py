@@ -6,7 +6,9 @@ import inspect
 import math
 import numbers
 import os
+import typing
 from collections.abc import Callable, Iterator, Sequence
+from types import NoneType
 from typing import Any, Literal, cast
 
 import jax
@@ -16,7 +18,7 @@ import optax
 from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.checkpoint.policy import every_n_steps_and_last_policy
 from moelib.checkpoint.restore import restore_params_only
-from moelib.core import tree
+from moelib.core import config_types, tree
 from moelib.core.config import (
     REQUIRED,
     InstantiableConfig,
@@ -45,7 +47,7 @@ def task_trainer_config(
     examples: Examples,
     *,
     optimizer: Any,
-    batch_size: int,
+    batch_size: config_types.PositiveInt,
     max_step: int | None = None,
     num_epochs: float | None = None,
     eval_examples: Examples | None = None,
@@ -126,11 +128,11 @@ def task_trainer_config(
     return cfg
 
 
-_INTEGERS = ("batch_size", "max_step", "num_microbatches", "save_every", "seed", "step")
+_PLAIN = {int, float, str, NoneType}  # Types of arguments that are checked.
 
 
 def check_arguments(name: str, function: Callable[..., Any], *given: Any, **settings: Any) -> None:
-    """Checks the names of arguments of a plain call, and the types of its numbers and its mesh.
+    """Checks the arguments of a plain call by a signature: names, and types of numbers and texts.
 
     Raises:
         UserError: If one is missing, unknown or of another type.
@@ -139,16 +141,12 @@ def check_arguments(name: str, function: Callable[..., Any], *given: Any, **sett
         inspect.signature(function).bind(*given, **settings)
     except TypeError as error:
         raise UserError(f"{name} of a task: {error}.") from None
-    types: dict[str, tuple[Any, str]] = dict.fromkeys(
-        _INTEGERS, (numbers.Integral | None, "an integer")
-    )
-    types["num_epochs"] = (numbers.Real | None, "a number")
-    types["mesh"] = (str, 'sizes of axes in a string, such as "fsdp=4,model=2"')
-    for field, (kind, text) in types.items():
-        if field in settings and not isinstance(settings[field], kind):
-            raise UserError(f"{field}={settings[field]!r}: pass {text}.")
-    if (batch_size := settings.get("batch_size", 1)) < 1:
-        raise UserError(f"batch_size={batch_size}: set 1 or more.")
+    for field, annotation in typing.get_type_hints(function).items():
+        kinds = {config_types.without_limits(x) for x in config_types.options(annotation)}
+        value = config_types.convert_value(settings.get(field), annotation)
+        if field in settings and kinds <= _PLAIN and not config_types.fits(value, annotation):
+            kind = config_types.describe_annotation(annotation)
+            raise UserError(f"{field}={value!r}: pass {kind}.")
 
 
 def _optimizer_of_optax(given: optax.GradientTransformation, settings: str) -> Any:
@@ -214,7 +212,7 @@ def _ready(
     trainer_dir: str | os.PathLike[str] | None = None,
     params: Any = None,
     step: int | None = None,
-    batch_size: int = 64,
+    batch_size: config_types.PositiveInt = 64,
     mesh: str = "data=-1",
     seed: int = 0,
 ) -> Iterator[tuple[ExampleEvaler, Any, jax.sharding.Mesh]]:

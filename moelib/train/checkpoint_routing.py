@@ -14,7 +14,7 @@ from moelib.core.config_text import parse
 from moelib.core.errors import MissingFileError, UserError, first_line
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.runs.folder import RunFolder
-from moelib.runs.identity import config_hash, saved_config
+from moelib.runs.identity import config_hash
 from moelib.runs.loading import as_mesh, load_model
 from moelib.runs.model_files import check_tokenizers
 from moelib.runs.routing_file import RoutingLog, list_data, list_logs, log_folder
@@ -131,7 +131,7 @@ def expected_steps(run: str, evaler: str, last: int) -> list[int]:
     """
     try:
         folder = RunFolder(run)
-        text, source = saved_config(folder, folder.record())
+        text, source = folder.config_text(folder.record())
         if not text:
             raise UserError(f"{run} has no config")
         cfg = completed(parse(text, source=source))

@@ -32,6 +32,38 @@ from moelib.train.step import make_eval_step
 _BY_SOURCE = "cross_entropy_by_source"  # Metric of a CausalLM: one value per source.
 
 
+class EvaluationData:
+    """The batches of an evaler's input, which is opened once, on a mesh."""
+
+    def __init__(self, name: str, cfg: Any) -> None:
+        """Opens nothing yet; `name` is the path of the input's config, for errors."""
+        self._name, self._config = name, cfg
+
+    @functools.cached_property
+    def input(self) -> Input:
+        """The input, opened on first use by all processes."""
+        opened = self._config.instantiate()
+        check_inputs(self._name, opened)
+        return opened
+
+    @property
+    def identity(self) -> State | None:
+        """Identity of the input; None if it is not open."""
+        return self.input.identity if "input" in self.__dict__ else None
+
+    def share(self, mesh: jax.sharding.Mesh) -> tuple[jax.sharding.NamedSharding, range]:
+        """Returns the sharding of a batch, and this process's share of its sequences."""
+        batch_size = self._config.global_batch_size
+        sharding = batch_sharding(batch_size, self._config.seq_len, mesh)
+        return sharding, host_rows(sharding, batch_size)
+
+    def batches(self, mesh: jax.sharding.Mesh, *, num_prefetched: int = 2) -> Prefetcher[Any]:
+        """Returns all batches, as global arrays."""
+        sharding, share = self.share(mesh)
+        put = lambda batch: put_batch(batch, sharding, self._config.global_batch_size)
+        return Prefetcher(self.input.iterator(share), put, num_batches=num_prefetched)
+
+
 class SpmdEvaler(Module):
     """Evaluates a model on a finite input, at the steps that its policy selects."""
 
@@ -49,6 +81,8 @@ class SpmdEvaler(Module):
         """Builds the policy; the input is opened by `open_input` or the first evaluation."""
         super().__init__(cfg, parent=parent)
         self._policy = self.config.eval_policy.instantiate()
+        path = f"{self.name.replace('evaler_', 'evalers.', 1)}.input"
+        self._data = EvaluationData(path, self.config.input)
         self._model, self._train_dtype = model, train_dtype
         self._step_fn = make_eval_step(model, train_dtype=train_dtype)
         self._compiled: dict[tuple[str, ...], Callable[..., Any]] = {}  # By arrays of a batch.
@@ -63,28 +97,16 @@ class SpmdEvaler(Module):
         Raises:
             ValueError: If the mesh does not divide the batch, or the input cannot be opened.
         """
-        self._share(mesh)
-        agreed(lambda: self._input)
+        self._data.share(mesh)
+        agreed(lambda: self._data.input)
 
     def try_out(self, params: Any, mesh: jax.sharding.Mesh) -> None:
         """Runs what may fail, before the first step; to be called inside `jax.set_mesh(mesh)`."""
 
-    @functools.cached_property
-    def _input(self) -> Input:
-        opened = self.config.input.instantiate()
-        check_inputs(f"{self.name.replace('evaler_', 'evalers.', 1)}.input", opened)
-        return opened
-
     @property
     def input_identity(self) -> State | None:
         """Identity of the input; None if it is not open."""
-        return self._input.identity if "_input" in self.__dict__ else None
-
-    def _share(self, mesh: jax.sharding.Mesh) -> tuple[jax.sharding.NamedSharding, range]:
-        """Returns the sharding of a batch, and this process's share of its sequences."""
-        cfg = self.config.input
-        sharding = batch_sharding(cfg.global_batch_size, cfg.seq_len, mesh)
-        return sharding, host_rows(sharding, cfg.global_batch_size)
+        return self._data.identity
 
     def evaluate(
         self,
@@ -107,14 +129,14 @@ class SpmdEvaler(Module):
         self.open_input(mesh)
         totals: dict[str, float] = collections.defaultdict(float)
         rows = self.config.input.global_batch_size
-        sharding, share = self._share(mesh)
-        batches = self._input.iterator(share)
-        names = self._input.source_names if self._model.has_source_metrics else ()
+        opened, (sharding, share) = self._data.input, self._data.share(mesh)
+        batches = opened.iterator(share)
+        names = opened.source_names if self._model.has_source_metrics else ()
 
         def put(batch: Batch) -> Any:
             placed = put_batch(batch, sharding, rows)
             if names:
-                ids = self._input.source_ids(batches.state()["step"] - 1, share)
+                ids = opened.source_ids(batches.state()["step"] - 1, share)
                 sources = {"sources": np.eye(len(names), dtype=np.int32)[ids]}
                 placed |= put_batch(sources, row_sharding(sharding, 1), rows)
             return placed

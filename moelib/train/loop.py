@@ -5,39 +5,35 @@ Only an evaluation, a checkpoint, the end of a trace and the end of the run wait
 step, so that no state is saved before its step has been checked.
 """
 
-import collections
 import contextlib
 import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 
-from moelib.checkpoint.checkpointer import Checkpointer, CheckpointSaveError
-from moelib.checkpoint.restore import Restored
-from moelib.core.config import did_you_mean
+from moelib.checkpoint.checkpointer import CheckpointSaveError
 from moelib.core.errors import UserError, first_line
 from moelib.core.metrics import Scalars
-from moelib.data.batches.input import BatchIterator, Input, changes
+from moelib.data.batches.input import BatchIterator, Input
 from moelib.data.batches.prefetch import Prefetcher, host_rows, put_batch
 from moelib.data.batches.skip_batches import SKIPPED, SkippingBatches
-from moelib.runs.folder import RunFolder
 from moelib.runs.identity import check_inputs
-from moelib.runs.summary_writer import SummaryWriter
 from moelib.runtime.distributed import describe_processes
 from moelib.runtime.processes import agreed, on_process_0
 from moelib.runtime.progress import Progress
 from moelib.runtime.table import Table, print_table
 from moelib.train import report
-from moelib.train.evaler import SpmdEvaler
+from moelib.train.evaluations import Evaluations
 from moelib.train.failures import non_finite_error
-from moelib.train.metrics import NON_FINITE, PackedMetrics, language_metrics, unpack
+from moelib.train.interval import LogInterval
+from moelib.train.metrics import NON_FINITE, PackedMetrics, unpack
 from moelib.train.signals import StopRequest, ended_by_sigterm
-from moelib.train.throughput import Throughput
-from moelib.train.watcher import Activity, Watcher
+from moelib.train.trained import Trained
+from moelib.train.watcher import Activity
 
 logger = logging.getLogger(__name__)
 
@@ -51,59 +47,6 @@ _NON_FINITE_CURE = (
 
 class _WorkStopped(Exception):  # noqa: N818 (not an error)
     """Work between steps, such as an evaluation, was ended by a request to stop."""
-
-
-class Trained(Protocol):
-    """A trainer, as its loop sees it."""
-
-    model: Any
-    folder: RunFolder
-    evalers: Mapping[str, Any]
-    watchers: Mapping[str, Watcher]
-    summary_writer: SummaryWriter
-    saver: Checkpointer | None
-    began: float  # Time of the start, in seconds since 1970.
-    restore_seconds: float  # Time of restoring or initializing the state.
-    restored: Restored | None  # The checkpoint of the state, without its arrays.
-    step: int  # Step of the state.
-    input_state: dict[str, Any] | None  # Position in the data then, None at the beginning.
-
-    @property
-    def config(self) -> Any:
-        """The `SpmdTrainer.Config`."""
-
-    @property
-    def input(self) -> Input:
-        """The training input, opened on first use."""
-
-    @property
-    def batch_sharding(self) -> jax.sharding.NamedSharding:
-        """Sharding of the arrays [B, S]."""
-
-    @property
-    def trainer_state(self) -> Any:
-        """The current `TrainerState`."""
-
-    def mesh(self) -> jax.sharding.Mesh:
-        """Returns the mesh."""
-
-    def describe(self) -> str:
-        """Returns what is printed before the first step."""
-
-    def flops_per_token(self) -> float | None:
-        """Returns the FLOPs per token of training; None if unknown."""
-
-    def save_tokenizer(self) -> None:
-        """Writes the input's tokenizer into the folder of the run."""
-
-    def run_step(self, batch: Any, *, input_state: dict[str, Any] | None) -> PackedMetrics:
-        """Dispatches a step."""
-
-    def model_params_for_eval(self) -> Any:
-        """Returns the parameters to evaluate."""
-
-    def save_checkpoint(self, metrics: Scalars, *, local: bool) -> None:
-        """Starts to save the state, with metrics."""
 
 
 class TrainLoop:
@@ -127,26 +70,14 @@ class TrainLoop:
         self.restored = trainer.restored
         self.checkpointer, self._summary_writer = trainer.saver, trainer.summary_writer
         self.metrics_path = trainer.summary_writer.config.jsonl_path
-        self._evalers = trainer.evalers
         self._watchers = list(trainer.watchers.values())
-        self._is_language_model = self.model.is_language_model
-        self._throughput = Throughput(
-            trainer.flops_per_token(),
-            list(self.mesh.devices.flat),
-            cfg.train_dtype or "float32",
-            "tokens" if self._is_language_model else "examples",
+        self._progress = Progress(
+            "step", cfg.max_step, start=self.start_step, enabled=jax.process_index() == 0
         )
-        self._num_slots = cfg.input.global_batch_size * cfg.input.seq_len
-        self._last: Scalars = {}  # Metrics of the last step that was checked.
-        self._last_report: Scalars = {}
-        # (number of tokens, loss, cross-entropy) of each step of a log interval.
-        self._losses: collections.deque[tuple[float, float, float]] = collections.deque(
-            maxlen=cfg.log_every_n_steps
-        )
-        self.evaluations: dict[str, Scalars] = {}
-        for path, value in (self.restored.record.metrics if self.restored else {}).items():
-            name, _, metric = path.partition("/")
-            self.evaluations.setdefault(name, {})[metric] = value
+        self._interval = LogInterval(trainer, self._progress)
+        self._throughput = self._interval.throughput
+        self._evaluations = Evaluations(trainer)
+        self.evaluations = self._evaluations.latest
         self._summaries: Scalars = {}  # Metrics of the evaluations after the current step.
         self.stopped_by: str | None = None
         self.error: BaseException | None = None
@@ -161,9 +92,6 @@ class TrainLoop:
         self._saved_step = self.start_step if self._is_saved() else None
         self._blocking_seconds = 0.0  # Time of the last save.
         self._skipped_save = False  # Whether the last checkpoint was not written: not finite.
-        self._progress = Progress(
-            "step", cfg.max_step, start=self.start_step, enabled=jax.process_index() == 0
-        )
         for watcher in self._watchers:
             watcher.run = self
 
@@ -241,10 +169,7 @@ class TrainLoop:
             if self._stop_requested():
                 pass
             elif self.step < self.config.max_step:
-                for name, evaler in self._evalers.items():  # Errors surface before the first step.
-                    evaler.open_input(self.mesh)
-                    self._warn_of_other_data(name, evaler)
-                    evaler.try_out(self.eval_params(), self.mesh)
+                self._evaluations.open(self)
                 self._take_steps(stack.enter_context(self._open_input()))
                 self.wait()  # Before the input is closed: the last step may be bad too.
             else:
@@ -253,8 +178,8 @@ class TrainLoop:
         if jax.process_index() == 0:
             print_table(self._table(time.perf_counter() - begin))
         return {
-            "loss": self._last.get("loss"),
-            "aux": self._last,
+            "loss": self._interval.last.get("loss"),
+            "aux": self._interval.last,
             "evaler_summaries": self.evaluations,
             "step": self.step,
             "stopped_by": self.stopped_by,
@@ -340,22 +265,18 @@ class TrainLoop:
         if self._pending is None:
             return
         (step, packed, self.position), self._pending = self._pending, None
-        scalars = self._last = unpack(packed)
+        scalars = unpack(packed)
         self.activity.beat(step)
-        cfg, weight = self.config, scalars["num_tokens"]
-        if math.isnan(weight):
+        if math.isnan(scalars["num_tokens"]):
             raise UserError(
                 f"step {step}: a weight of the loss is negative or NaN; return (sum, weight) with "
                 "weights of 0 or more."
             )
-        counted = weight if self._is_language_model else self._num_slots
-        self._throughput.step_done(counted, self._num_slots)
-        cross_entropy = scalars.get("cross_entropy", scalars["loss"])
-        self._losses.append((weight, scalars["loss"], cross_entropy))
+        self._interval.step_done(scalars)
         try:
             for watcher in self._watchers:
                 scalars = watcher.step_done(step, scalars)
-            if scalars[NON_FINITE] and cfg.stop_on_nan:
+            if scalars[NON_FINITE] and self.config.stop_on_nan:
                 raise non_finite_error(step, scalars, self.checkpointer, _NON_FINITE_CURE)
         except Exception:
             self._log(step, scalars)
@@ -364,29 +285,11 @@ class TrainLoop:
             self._log(step, scalars)
 
     def _log(self, step: int, scalars: Scalars) -> None:
-        self._last_report = self._throughput.report()
-        logged = {name: value for name, value in scalars.items() if name != NON_FINITE}
-        logged |= self._last_report
+        of_checkpoints: Scalars = {}
         if (saver := self.checkpointer) is not None:
-            logged["checkpoint/blocking_seconds"] = self._blocking_seconds
-            logged["checkpoint/steps_at_risk"] = step - saver.complete_step
-        if self._is_language_model:
-            logged |= language_metrics(scalars)
-        mean_loss, mean_cross_entropy = self._mean_losses()
-        if not any(weight for weight, *_ in self._losses):
-            steps = len(self._losses)
-            logger.warning("step %d: the weights of the loss are 0 in %d steps.", step, steps)
-        self._summary_writer.write(step, logged | {"mean_loss": mean_loss})
-        shown = logged | {"loss": mean_loss}
-        if "cross_entropy" in shown:
-            shown["cross_entropy"] = mean_cross_entropy
-        self._progress.update(step, report.progress_text(shown, num_steps=len(self._losses)))
-
-    def _mean_losses(self) -> tuple[float, float]:
-        """Returns the loss and the cross-entropy over the tokens of the last log interval."""
-        tokens = sum(tokens for tokens, *_ in self._losses) or 1.0
-        loss = sum(tokens * loss for tokens, loss, _ in self._losses)
-        return loss / tokens, sum(tokens * ce for tokens, _, ce in self._losses) / tokens
+            of_checkpoints["checkpoint/blocking_seconds"] = self._blocking_seconds
+            of_checkpoints["checkpoint/steps_at_risk"] = step - saver.complete_step
+        self._interval.log(step, scalars, of_checkpoints)
 
     # Between steps.
 
@@ -425,13 +328,7 @@ class TrainLoop:
 
         `done` holds the metrics of the evalers that have run at this step already.
         """
-        step = self.step
-        ran = {name.partition("/")[0] for name in done or {}}
-        due = {
-            name: evaler
-            for name, evaler in self._evalers.items()
-            if name not in ran and evaler.should_evaluate(step=step)
-        }
+        step, due = self.step, self._evaluations.due(self.step, done or {})
         if not due:
             return {}
         self.wait()
@@ -443,8 +340,7 @@ class TrainLoop:
                     scalars = evaler.evaluate(params, self.mesh, on_batch=self.on_batch)
                 except _WorkStopped:
                     break
-                self._warn_of_other_weight(name, scalars)
-                self.evaluations[name] = scalars
+                self._evaluations.add(name, scalars)
                 self._summary_writer.write(step, scalars, group=name)
                 found |= {f"{name}/{metric}": value for metric, value in scalars.items()}
                 self.print(f"step {step}  {name}: {report.evaluation_text(scalars)}")
@@ -453,41 +349,18 @@ class TrainLoop:
             watcher.evaluated(step, found)
         return found
 
-    def _warn_of_other_data(self, name: str, evaler: SpmdEvaler) -> None:
-        """Warns if an evaler's data are not those of the restored checkpoint."""
-        before = self.restored.record.evaluated.get(name) if self.restored else None
-        now = evaler.input_identity
-        if before and now and (changed := changes(before, now)):
-            logger.warning(
-                "evalers.%s.input has changed: %.400s. Its metrics do not compare with earlier "
-                "ones, and the best checkpoint is chosen among both; use a new run for other data.",
-                *(name, changed),
-            )
-
-    def _warn_of_other_weight(self, name: str, scalars: Scalars) -> None:
-        """Warns of evaluations on other data that an input's identity does not tell apart."""
-        saver, size = self.checkpointer, "num_tokens" if self._is_language_model else "weight"
-        before, now = self.evaluations.get(name, {}).get(size), scalars.get(size)
-        best = (saver.config.best_metric or "" if saver else "").startswith(f"{name}/")
-        if best and before and now and not math.isclose(before, now, rel_tol=1e-3):
-            logger.warning(
-                "%s: evaluated on a weight of %g, and of %g before this run; the best checkpoint "
-                "is chosen among both. Start a new run for other data.",
-                *(name, now, before),
-            )
-
     def _save(self, summaries: Scalars, *, local: bool = False) -> None:
         """Starts to save the state, unless it is not finite."""
         self.wait()
         step = self.step
-        if self._last.get(NON_FINITE):
+        if self._interval.last.get(NON_FINITE):
             logger.error("NO CHECKPOINT of step %d: its state is not finite.", step)
             self._skipped_save = True
             return
         if not local:
             for watcher in self._watchers:
                 watcher.before_save(step)
-            self._check_best_metric(summaries)
+            self._evaluations.check_best_metric(summaries)
         begin = time.perf_counter()
         with self._throughput.spent_on("checkpoint"):
             self._trainer.save_checkpoint(summaries, local=local)
@@ -495,16 +368,6 @@ class TrainLoop:
         if not local:
             self._saved_step, self._skipped_save = step, False
         self._saved_position = self._next_position
-
-    def _check_best_metric(self, summaries: Scalars) -> None:
-        """Raises UserError if the evaler of the best metric has run, and has no such metric."""
-        metric = self.config.checkpointer.best_metric
-        if metric is not None and summaries and metric not in summaries:
-            evaler = metric.partition("/")[0]
-            if any(name.startswith(f"{evaler}/") for name in summaries):
-                raise UserError(
-                    f"checkpointer.best_metric is {metric!r}; {did_you_mean(metric, summaries)}"
-                )
 
     def _end(self) -> None:
         """Checks the last step, and makes sure that its state is saved."""
@@ -528,39 +391,19 @@ class TrainLoop:
                 f"{reason}"
             ) from error
 
-    # After the run.
-
     def _table(self, wall_seconds: float) -> Table:
         """Returns the final table: progress, losses, speed, files, health of the experts."""
-        steps = f"{self.step} of {self.config.max_step}"
-        if self.start_step:
-            steps += f", from {self.start_step}"
-        if self.stopped_by:
-            steps += f" ({self.stopped_by})"
-        rows: list[tuple[str, ...]] = [("steps", steps)]
-        if (num_steps := len(self._losses)) > 0:
-            over = f" (mean of the last {num_steps} steps)" if num_steps > 1 else ""
-            rows.append(("loss", f"{self._mean_losses()[0]:.4f}{over}"))
-        rows += [(name, report.evaluation_text(x)) for name, x in self.evaluations.items()]
-        memory = {k: x for k, x in self._last_report.items() if k == "device_memory_gb"}
-        rows += report.rates(self._throughput.overall() | memory)
+        interval = self._interval
+        rows: list[tuple[str, ...]] = [
+            ("steps", report.steps_text(self)),
+            *interval.rows(),
+            *((name, report.evaluation_text(x)) for name, x in self.evaluations.items()),
+            *report.rates(self._throughput.overall() | interval.memory),
+        ]
         for watcher in self._watchers:
             rows += watcher.rows()
         rows.append(("wall", report.wall_time(wall_seconds, self.seconds())))
-        rows += self._files()
-        if health := report.expert_health(self._last):
+        rows += report.files(self, self._summary_writer.config, self._saved_step)
+        if health := report.expert_health(interval.last):
             rows += [(), *health]
         return Table(self.config.dir, ("", ""), rows)
-
-    def _files(self) -> list[tuple[str, str]]:
-        """Returns (kind, path) of everything that the run wrote."""
-        writer = self._summary_writer.config
-        files = [("config", self.folder.config_file)]
-        if "json_lines" in writer.formats:
-            files.append(("metrics", writer.jsonl_path))
-        if "tensorboard" in writer.formats:
-            files.append(("TensorBoard", writer.dir))
-        saver = self.checkpointer
-        if saver is not None and self._saved_step is not None:
-            files.append(("checkpoint", f"step {self._saved_step} in {saver.config.dir}"))
-        return files

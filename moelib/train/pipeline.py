@@ -4,11 +4,9 @@ The parts of the model before, inside and after the repeated blocks of its `Scan
 of their own (`moelib.models.model.StackedModel`, `moelib.parallel.pipeline.engine`).
 """
 
-import dataclasses
 import functools
 import logging
 import operator
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -27,21 +25,21 @@ from moelib.core.context import (
 from moelib.core.errors import UserError
 from moelib.core.metrics import combine, empty, is_metric, weighted
 from moelib.core.module import functional
-from moelib.core.param import ParameterSpec, specs_by_path
+from moelib.core.param import specs_by_path
 from moelib.core.precision import gradient_dtype, read_parameters
 from moelib.core.tree import Batch, Nested
 from moelib.layers.carry import carry_names
 from moelib.layers.moe.balance import BalanceScope
 from moelib.layers.moe.layer import MoELayer
-from moelib.layers.quantization import QuantizedWeight, quantized_weights
+from moelib.layers.quantization import quantized_weights
 from moelib.layers.transformer import ScanStack
 from moelib.learner.accumulation import Accumulated, split_batch
 from moelib.learner.learner import Learner
 from moelib.models.model import Model, StackedModel
-from moelib.parallel import sharding
-from moelib.parallel.pipeline.engine import AXIS, Functions, Layout, run_pipeline
+from moelib.parallel.pipeline.engine import Functions, Layout, run_pipeline
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.train.metrics import as_metric, collect
+from moelib.train.placement import StagePlacement
 from moelib.train.state import updated
 
 logger = logging.getLogger(__name__)
@@ -99,7 +97,13 @@ class _Cut:
     """
 
     def __init__(
-        self, model: Model, learner: Learner, placement: "_Placement", dtype: Any, *, uniform: bool
+        self,
+        model: Model,
+        learner: Learner,
+        placement: StagePlacement,
+        dtype: Any,
+        *,
+        uniform: bool,
     ) -> None:
         self.model, self.learner, self.stack = model, learner, stack_of(model)
         self.specs, self.dtype, self.uniform = placement.specs, dtype, uniform
@@ -115,7 +119,7 @@ class _Cut:
         return functools.reduce(lambda inside, name: inside.get(name, {}), self.names, nested)
 
     def _whole(self, nested: Nested) -> Nested:
-        return _nested_in(self.names, nested) if nested else {}
+        return tree.unflatten({"/".join(self.names): nested}) if nested else {}
 
     def _run(self, method: str, outer: Nested, constants: Any, micro: Any, *inputs: Any) -> Any:
         """Returns (results, outputs) of a part of the model."""
@@ -280,7 +284,7 @@ def accumulate_in_pipeline(
     quantized = quantized_weights(params, specs, train_dtype)  # For all micro-batches.
     low = lambda path, x: x.astype(gradient_dtype(specs[path], train_dtype))
     trained, fixed = tree.split(tree.map_by_path(low, params), learner.is_updated)
-    placement = _Placement(layout, specs)
+    placement = StagePlacement(layout, specs)
     cut = _Cut(model, learner, placement, train_dtype, uniform=uniform)
     blocks, outer = tree.split(trained, cut.is_block)
     fixed_blocks, fixed_outer = tree.split(fixed, cut.is_block)
@@ -331,83 +335,3 @@ def accumulate_in_pipeline(
     gradients = tree.merge(to_layers(done.params), done.outer)
     state = tree.merge(fixed, to_layers(done.fixed), done.ending)
     return Accumulated(jnp.sum(objectives), jnp.ones(()), gradients, metrics, state)
-
-
-def _nested_in(names: Sequence[str], inside: Nested) -> Nested:
-    return functools.reduce(lambda x, name: {name: x}, reversed(names), inside)
-
-
-class _Placement:
-    """Moves layers from where the state is stored to the ranks of their stages, and back.
-
-    Ranks store a part of every layer along another dimension, which they exchange for their own
-    layers, so that any number of layers may be spread in any order. An array that is not sharded
-    over the pipeline is on every rank.
-
-    Args:
-        layout: The stages.
-        specs: Specs of the parameters, by path.
-    """
-
-    def __init__(self, layout: Layout, specs: Mapping[str, ParameterSpec]) -> None:
-        self._rows, self.specs = np.array(layout.rows), specs
-        self.num_always = min(layout.sizes)  # Blocks that all stages have.
-        self._order = np.argsort(self._rows.ravel())[-sum(layout.sizes) :]
-
-    def to_stages(self, path: str, a: jax.Array) -> jax.Array:
-        """Returns parameters of layers [L, ...] by stage, [chunks of all ranks, layers, ...]."""
-        stored, placed, dim = self._shardings(path)
-        rows = np.maximum(self._rows, 0)  # The last layers of a small stage are not used.
-
-        def move(a: jax.Array) -> jax.Array:
-            if dim is not None:
-                return lax.all_to_all(a[rows], AXIS, 0, dim + 1, tiled=True)
-            own = jnp.asarray(rows).reshape(lax.axis_size(AXIS), -1, rows.shape[1])
-            return a[own[lax.axis_index(AXIS)]]
-
-        return jax.shard_map(move, in_specs=stored, out_specs=placed, check_vma=False)(a)
-
-    def quantized_to_stages(self, path: str, weight: QuantizedWeight) -> QuantizedWeight:
-        """Returns a quantized weight by stage; its scales are whole on each rank."""
-        x = weight.quantized
-        scales = x.scales[np.maximum(self._rows, 0)]
-        scales = lax.with_sharding_constraint(scales, jax.P(AXIS))
-        x = dataclasses.replace(x, values=self.to_stages(path, x.values), scales=scales)
-        return dataclasses.replace(weight, quantized=x)
-
-    def to_layers(self, path: str, a: jax.Array) -> jax.Array:
-        """Returns the inverse of `to_stages`."""
-        stored, placed, dim = self._shardings(path)
-
-        def move(a: jax.Array) -> jax.Array:
-            if dim is not None:
-                return self.in_order(lax.all_to_all(a, AXIS, dim + 1, 0, tiled=True))
-            return self.in_order(lax.all_gather(a, AXIS, tiled=True))
-
-        return jax.shard_map(move, in_specs=placed, out_specs=stored, check_vma=False)(a)
-
-    def of_block(self, path: str) -> jax.P:
-        """Returns the sharding of a parameter of one block."""
-        return jax.P(*self._shardings(path)[1][2:])
-
-    def in_order(self, a: jax.Array) -> jax.Array:
-        """Returns layers [L, ...] from [chunks of all ranks, layers, ...]."""
-        return a.reshape(-1, *a.shape[2:])[self._order]
-
-    def _shardings(self, path: str) -> tuple[jax.P, jax.P, int | None]:
-        """Returns those of [L, ...] and by stage, and the dimension that a rank has a part of."""
-        spec, mesh = self.specs[path], jax.sharding.get_abstract_mesh()
-        split = sharding.partition_spec(spec.axes, dict(mesh.shape), shape=spec.shape, array=path)
-        first, *entries = sharding.mesh_axes_of(split)
-        if first:
-            raise UserError(
-                f"sharding_rules['layers'] is {first}: a pipeline spreads the layers itself; "
-                "remove the rule."
-            )
-        others = [tuple(axis for axis in entry if axis != AXIS) for entry in entries]
-        dim = next((i + 1 for i, entry in enumerate(entries) if AXIS in entry), None)
-        stored = [
-            (*other, AXIS) if AXIS in entry else other
-            for other, entry in zip(others, entries, strict=True)
-        ]
-        return jax.P(None, *stored), jax.P(AXIS, None, *others), dim

@@ -1,9 +1,13 @@
 """Metrics as text: the progress line, the line of an evaluation, rows of the final table."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from moelib.core.metrics import Scalars
 from moelib.runtime.progress import format_seconds
+
+if TYPE_CHECKING:  # Needs Orbax, and the status page does not.
+    from moelib.train.watcher import Run
 
 _SHOWN = (  # (metric, format)
     ("loss", "loss {:.4f}"),
@@ -86,3 +90,26 @@ def wall_time(wall_seconds: float, seconds: Mapping[str, float]) -> str:
     """Returns the duration of a run, with the seconds spent on each kind of work."""
     parts = [f"{part} {format_seconds(time)}" for part, time in seconds.items() if time >= 0.05]
     return format_seconds(wall_seconds) + (f" ({', '.join(parts)})" if parts else "")
+
+
+def steps_text(run: "Run") -> str:
+    """Returns the steps of a run that has ended, and what stopped it."""
+    text = f"{run.step} of {run.config.max_step}"
+    if run.start_step:
+        text += f", from {run.start_step}"
+    return f"{text} ({run.stopped_by})" if run.stopped_by else text
+
+
+def files(run: "Run", writer: Any, saved_step: int | None) -> list[tuple[str, str]]:
+    """Returns (kind, path) of everything that a run wrote.
+
+    `writer` is the config of its `SummaryWriter`; `saved_step` that of its last checkpoint.
+    """
+    found = [("config", run.folder.config_file)]
+    if "json_lines" in writer.formats:
+        found.append(("metrics", writer.jsonl_path))
+    if "tensorboard" in writer.formats:
+        found.append(("TensorBoard", writer.dir))
+    if run.checkpointer is not None and saved_step is not None:
+        found.append(("checkpoint", f"step {saved_step} in {run.checkpointer.config.dir}"))
+    return found

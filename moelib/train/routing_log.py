@@ -6,7 +6,6 @@ is the same with and without it.
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import logging
 import os
@@ -25,14 +24,13 @@ from moelib.core.config_types import PositiveInt
 from moelib.core.errors import MissingFileError, UserError, first_line
 from moelib.core.module import functional
 from moelib.core.tree import Nested
-from moelib.data.batches.input import Input
-from moelib.data.batches.prefetch import Prefetcher, host_rows, put_batch, row_sharding
+from moelib.data.batches.prefetch import row_sharding
 from moelib.layers.base import BaseLayer
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.recording import RECORDING, RecordedRouting
 from moelib.models.multi_token_prediction import MULTI_TOKEN
 from moelib.parallel.sharding import current_rules
-from moelib.runs.identity import check_inputs, config_hash
+from moelib.runs.identity import config_hash
 from moelib.runs.routing_file import (
     LayerSizes,
     RoutingHeader,
@@ -45,8 +43,8 @@ from moelib.runs.routing_file import (
     write_part,
 )
 from moelib.runtime.processes import agreed, gather_json, on_process_0
-from moelib.train.settings import completed
-from moelib.train.state import batch_sharding
+from moelib.train.evaler import EvaluationData
+from moelib.train.settings import completed, fill
 from moelib.train.watcher import Watcher
 
 logger = logging.getLogger(__name__)
@@ -75,8 +73,7 @@ class RoutingEvaler(Watcher):
 
         def complete(self, trainer: Any) -> None:
             """Sets the last step of the policy."""
-            if dict(self.eval_policy.items()).get("max_step", 0) is None:
-                self.eval_policy.set(max_step=trainer.max_step)
+            fill(self.eval_policy, None, max_step=trainer.max_step)
 
     def prepare(self, trainer: Any) -> None:
         """See `use`."""
@@ -108,14 +105,9 @@ class RoutingEvaler(Watcher):
         self._policy = cfg.eval_policy.instantiate()
         self.model, self._trainer, self._digest = model, trainer_config, digest
         self._input_config = trainer_config.evalers[cfg.evaler].input
+        self._data = EvaluationData("routing_log.input", self._input_config)
         self._sizes: dict[str, LayerSizes] = {}  # By layer; known once the program is traced.
         self._compiled: Callable[..., Any] | None = None
-
-    @functools.cached_property
-    def _input(self) -> Input:
-        opened = self._input_config.instantiate()
-        check_inputs("routing_log.input", opened)
-        return opened
 
     @property
     def folder(self) -> str:
@@ -127,7 +119,7 @@ class RoutingEvaler(Watcher):
 
     def started(self) -> None:
         """Opens the input, and makes up for a log that the stopped run had no time for."""
-        agreed(lambda: self._input)
+        agreed(lambda: self._data.input)
         if self.run.restored is not None:
             self._log(self.run.step, unless_complete=True)
 
@@ -207,7 +199,7 @@ class RoutingEvaler(Watcher):
             num_batches=num_batches,
             itemsize=jnp.dtype(dtype).itemsize,
             config_hash=self._digest,
-            input=self._input.identity,
+            input=self._data.input.identity,
             mesh={axis: sizes[axis] for axis in current_rules()["batch"] if axis in sizes},
             files=all_files,
         )
@@ -224,14 +216,12 @@ class RoutingEvaler(Watcher):
 
     def _batches(self, params: Nested, mesh: jax.sharding.Mesh) -> Iterator[dict[str, np.ndarray]]:
         """Yields this process's sequences of each batch, read while the next batch runs."""
-        cfg, before, number = self._input_config, None, 0
-        split = batch_sharding(cfg.global_batch_size, cfg.seq_len, mesh)
-        batches = self._input.iterator(host_rows(split, cfg.global_batch_size))
-        put = lambda batch: put_batch(batch, split, cfg.global_batch_size)
-        with Prefetcher(batches, put, num_batches=0 if self.config.max_batches == 1 else 2) as feed:
-            for number, batch in enumerate(itertools.islice(feed, self.config.max_batches)):
+        before, number, max_batches = None, 0, self.config.max_batches
+        with self._data.batches(mesh, num_prefetched=0 if max_batches == 1 else 2) as feed:
+            for number, batch in enumerate(itertools.islice(feed, max_batches)):
                 if self._compiled is None:
-                    jitted = jax.jit(self._step, out_shardings=row_sharding(split, 1))
+                    rows = row_sharding(self._data.share(mesh)[0], 1)
+                    jitted = jax.jit(self._step, out_shardings=rows)
                     self._compiled = jitted.lower(params, batch).compile()
                 after = self._compiled(params, batch)
                 if before is not None:

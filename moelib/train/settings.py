@@ -201,14 +201,14 @@ def completed(cfg: Any) -> Any:
     for watcher in cfg.watchers.values():
         watcher.complete(cfg)
     for _, inside in sub_configs(cfg.learner):
-        _fill(inside, REQUIRED, max_step=cfg.max_step)
+        fill(inside, REQUIRED, max_step=cfg.max_step)
     for evaler in cfg.evalers.values():
-        _fill(evaler.eval_policy, None, max_step=cfg.max_step)
+        fill(evaler.eval_policy, None, max_step=cfg.max_step)
     folder = RunFolder(cfg.dir)
     if cfg.checkpointer is not None:
-        _fill(cfg.checkpointer.save_policy, None, max_step=cfg.max_step)
-        _fill(cfg.checkpointer, REQUIRED, dir=folder.checkpoints)
-    _fill(
+        fill(cfg.checkpointer.save_policy, None, max_step=cfg.max_step)
+        fill(cfg.checkpointer, REQUIRED, dir=folder.checkpoints)
+    fill(
         cfg.summary_writer,
         REQUIRED,
         dir=folder.file("summaries"),
@@ -217,7 +217,7 @@ def completed(cfg: Any) -> Any:
     return cfg
 
 
-def _fill(cfg: Any, unset: Any, **values: Any) -> None:
+def fill(cfg: Any, unset: Any, **values: Any) -> None:
     """Sets the fields that the config has and whose value is `unset`."""
     known = dict(cfg.items())
     cfg.set(**{name: x for name, x in values.items() if name in known and known[name] is unset})

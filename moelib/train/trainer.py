@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -27,11 +27,10 @@ from moelib.core.config import (
 from moelib.core.config_types import NonNegativeInt, PositiveInt
 from moelib.core.errors import UserError
 from moelib.core.module import Module
-from moelib.core.param import is_spec
 from moelib.data.batches.input import Input
-from moelib.data.batches.prefetch import host_rows, row_sharding
+from moelib.data.batches.prefetch import host_rows
 from moelib.huggingface.pretrained import FILES, copy_files
-from moelib.kernels.backend import kernel_backends, warn_unused_backends
+from moelib.kernels.backend import kernel_backends
 from moelib.kernels.check import check_kernels
 from moelib.learner.learner import Learner
 from moelib.models.model import Model
@@ -45,7 +44,7 @@ from moelib.parallel.mesh import (
     mesh_shape_from_axes,
     shared_sides,
 )
-from moelib.parallel.pipeline.schedule import Schedule, check_microbatches
+from moelib.parallel.pipeline.schedule import Schedule
 from moelib.runs import course
 from moelib.runs.folder import RunFolder
 from moelib.runs.identity import check_directory, check_processes
@@ -54,17 +53,14 @@ from moelib.runs.model_files import check_tokenizers, save_tokenizer
 from moelib.runs.summary_writer import SummaryWriter
 from moelib.runtime.distributed import check_job
 from moelib.runtime.processes import agreed, on_process_0
+from moelib.train import program
 from moelib.train import state as state_lib
-from moelib.train.compiler_options import (
-    compile_with,
-    step_options,
-)
+from moelib.train.compiler_options import step_options
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.init_from import InitFrom
 from moelib.train.loop import TrainLoop
 from moelib.train.memory import check_memory
-from moelib.train.no_gradient import warn_without_gradient
-from moelib.train.pipeline import PipelineConfig, stack_of, warn_empty_stages
+from moelib.train.pipeline import PipelineConfig
 from moelib.train.readable import check_readable
 from moelib.train.routing_log import discard_after
 from moelib.train.settings import (
@@ -72,16 +68,12 @@ from moelib.train.settings import (
     check_config,
     completed,
     rules_of,
-    schedule_on,
-    warn_unused_schedule,
     watchers_of,
 )
 from moelib.train.shardings import shard_external_layers
 from moelib.train.signals import StopRequest, ended_by_sigterm
 from moelib.train.state import TrainerState
-from moelib.train.step import make_own_train_step, make_train_step
 from moelib.train.watcher import Activity, GoBack, Watcher
-from moelib.train.watchers import gradient_noise
 from moelib.train.watchers.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -278,17 +270,7 @@ class SpmdTrainer(Module):
         Raises:
             UserError: If the model cannot be spread over it, or needs more micro-batches.
         """
-        num_ranks = self.mesh_sizes.get("pipeline", 1)
-        schedule = schedule_on(self.config, self.mesh_sizes)
-        if schedule is None:
-            return None
-        stack_of(self.model)
-        check_microbatches(schedule, num_ranks, self.config.num_microbatches)
-        gradient_noise.check(
-            self.config.log_gradient_noise, self.config.num_microbatches, in_pipeline=True
-        )
-        on_cpus = self.mesh().devices.flat[0].platform == "cpu"
-        return PipelineConfig(schedule, num_ranks, uniform=on_cpus)
+        return program.pipeline_of(self)
 
     @contextlib.contextmanager
     def on_mesh(self) -> Iterator[None]:
@@ -322,13 +304,13 @@ class SpmdTrainer(Module):
         params = jax.jit(lambda x: x, out_shardings=replicated)(self.trainer_state.model)
         return self.model.result_of(jax.tree.map(np.asarray, params))
 
-    def _abstract_batch(self) -> Any:
+    def abstract_batch(self) -> Any:
         """Returns a batch without values, if possible without opening data."""
         return self._input_config.abstract_batch(lambda: self.input)
 
     def _replica_batch(self) -> Any:
         """Returns the micro-batch of one data-parallel replica, without values."""
-        batch, shape = self._abstract_batch(), self.mesh_sizes
+        batch, shape = self.abstract_batch(), self.mesh_sizes
         parts = self.config.num_microbatches * math.prod(
             shape[axis] for axis in sharding.mesh_axes("batch", shape)
         )
@@ -470,27 +452,7 @@ class SpmdTrainer(Module):
         warning if parameters get no gradient, if `pipeline_schedule` or `kernel_backends` has no
         effect, or if stages have no layers. `batch` is that of `trace_train_step`.
         """
-        warn_unused_schedule(self.config, self.mesh_sizes)
-        traced = self.trace_train_step(batch)
-        warn_unused_backends(self.config.kernel_backends)
-        trained = tree.select(self.trainer_state_specs.model, self.learner.is_updated)
-        if not trained and not self.model.has_own_step:
-            raise UserError(
-                "no parameter is trained: all are integers, booleans, `fixed` or frozen; give the "
-                "model one array of floats, or, for a task, set train_step."
-            )
-        # Gradients that a pipeline sums in its loop are no constants; those of a plain step are.
-        plain = traced
-        if self.pipeline is not None:
-            warn_empty_stages(self.model, self.pipeline)
-            plain = self.trace_train_step(batch, pipeline=None)
-        warn_without_gradient(plain.jaxpr, len(tree.by_path(trained, is_spec)))
-        with self.on_mesh():
-            lowered = traced.lower()
-        compiled = compile_with(lowered, self.compiler_options())
-        if self.on_compiled is not None:
-            self.on_compiled(traced, lowered, compiled)
-        return compiled
+        return program.compile_step(self, batch)
 
     def compiler_options(self) -> dict[str, str]:
         """Returns the options of XLA for the step.
@@ -501,51 +463,17 @@ class SpmdTrainer(Module):
         kind = self.mesh().devices.flat[0].device_kind
         return step_options(kind, self.config.compiler_options or {}, self.config.deterministic)
 
-    def trace_train_step(
-        self, batch: Any = None, *, pipeline: PipelineConfig | Literal["own"] | None = "own"
-    ) -> jax.stages.Traced:
+    def trace_train_step(self, batch: Any = None) -> jax.stages.Traced:
         """Returns the training step as a jaxpr.
 
         Args:
             batch: Arrays or `jax.ShapeDtypeStruct`s; by default those of a language-model input,
                 without opening data.
-            pipeline: The pipeline, by default that of the config; None for a step without one.
 
         Raises:
             ValueError: If the mesh does not divide an array, or a sharding rule splits nothing.
         """
-        cfg = self.config
-        if batch is None:
-            batch = self._abstract_batch()
-        batch = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=row_sharding(self.batch_sharding, len(x.shape))
-            ),
-            batch,
-        )
-        state = sharding.abstract_state(self.trainer_state_specs, self.trainer_state_shardings)
-        if self.model.has_own_step:
-            if cfg.num_microbatches > 1 or cfg.train_dtype is not None:
-                raise UserError(
-                    f"num_microbatches={cfg.num_microbatches}, train_dtype={cfg.train_dtype}: a "
-                    "model with its own train_step uses neither; leave them unset."
-                )
-            step = make_own_train_step(self.model, self.learner)
-        else:
-            step = make_train_step(
-                self.model,
-                self.learner,
-                train_dtype=cfg.train_dtype,
-                num_microbatches=cfg.num_microbatches,
-                pipeline=self.pipeline if pipeline == "own" else pipeline,
-                log_gradient_noise=cfg.log_gradient_noise and pipeline == "own",
-            )
-        replicated = jax.sharding.NamedSharding(self.mesh(), jax.sharding.PartitionSpec())
-        out = (self.trainer_state_shardings, replicated)
-        with self.on_mesh():
-            traced = jax.jit(step, donate_argnums=(0,), out_shardings=out).trace(state, batch)
-        self.check_sharding_rules()
-        return traced
+        return program.trace_step(self, batch, self.pipeline)
 
     def check_sharding_rules(self) -> None:
         """Raises ValueError if a sharding rule names a logical axis that nothing traced has."""

@@ -73,6 +73,6 @@ def test_flags_that_do_not_fit_together_are_refused(flags, message):
 
 def test_flags_and_function_have_the_same_defaults():
     defaults = evaluate.EvaluationFlags()
-    for name, parameter in inspect.signature(evaluation.evaluate).parameters.items():
+    for name, parameter in inspect.signature(evaluation.evaluate_model).parameters.items():
         if hasattr(defaults, name):
             assert getattr(defaults, name) == parameter.default

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from moelib.core.errors import UserError
 from moelib.core.param import ParameterSpec
 from moelib.parallel.auto_sharding import rules
-from moelib.planning.choose_specs import Candidate, choose_specs
+from moelib.planning.choose_specs import Candidate, choose_specs, compile_candidate
 from moelib.planning.report.step_report import Collective
 
 _MESH = ((1, 8), ("fsdp", "model"))
@@ -35,15 +35,17 @@ def _choose(loss, mesh=_MESH, params=_PARAMS, **options):
 
 def test_the_candidate_that_sends_least_is_chosen():
     """By hand one all-reduce of the output and none of the batch's gradient: 4 x 128 floats."""
-    wrong = {"up": P("model"), "down": P("model")}  # Contracts twice.
-    choice = _choose(_loss, others={"wrong": wrong})
+    choice = _choose(_loss)
     by_name = {each.name: each for each in choice.candidates}
     assert choice.best.name == "traced"
     assert choice.best.specs == {"up": P(None, "model"), "down": P("model")}
     sums = [each for each in choice.best.collectives if each.axes == ("model",)]
     assert [each.kind for each in sums] == ["all-reduce"]
     assert 4 * 128 * 4 <= sums[0].bytes <= 4 * 128 * 4 + 8
-    assert by_name["wrong"].sent_bytes > choice.best.sent_bytes
+    specs = {"up": P("model"), "down": P("model")}  # Contracts twice.
+    wrong = compile_candidate("wrong", _loss, _PARAMS, *_BATCH, mesh=_mesh(*_MESH), specs=specs)
+    assert wrong.sent_bytes > choice.best.sent_bytes
+    assert wrong.cost > choice.best.cost
     assert by_name["replicated"].cost > choice.best.cost
     assert by_name["replicated"].flops == 8 * choice.best.flops > 0
 
@@ -89,22 +91,17 @@ def _vector(params, x):
 
 
 @pytest.mark.parametrize(
-    ("loss", "mesh", "others", "message"),
+    ("loss", "mesh", "message"),
     [
-        (_vector, _MESH, None, r"\(4, 512\)"),
-        (_loss, jax.sharding.AbstractMesh((8,), ("model",)), None, "mesh=AbstractMesh"),
-        (_loss, ((8,), ("fsdp",)), None, "axis='model'.*fsdp"),
-        (_loss, ((8,), ("model",), AxisType.Explicit), None, "Explicit.*AxisType.Auto"),
-        (_loss, _MESH, [P()], r"others=\[P\(\)\]"),
-        (_loss, _MESH, {"traced": {"up": P(), "down": P()}}, "'traced'"),
-        (_loss, _MESH, {"own": {"up": P()}}, "'own'.*params"),
-        (_loss, _MESH, {"own": {"up": P(), "down": "model"}}, "'own'.*PartitionSpec"),
-        (_loss, _MESH, {"own": {"up": P(), "down": P("modle")}}, "'own'.*down: .*'modle'.*'model'"),
+        (_vector, _MESH, r"\(4, 512\)"),
+        (_loss, jax.sharding.AbstractMesh((8,), ("model",)), "mesh=AbstractMesh"),
+        (_loss, ((8,), ("fsdp",)), "axis='model'.*fsdp"),
+        (_loss, ((8,), ("model",), AxisType.Explicit), "Explicit.*AxisType.Auto"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(loss, mesh, others, message):
+def test_what_cannot_be_compared_is_refused(loss, mesh, message):
     with pytest.raises(UserError, match=message):
-        _choose(loss, mesh, others=others)
+        _choose(loss, mesh)
 
 
 def test_no_candidate_shards_the_window_of_a_convolution():
@@ -112,13 +109,10 @@ def test_no_candidate_shards_the_window_of_a_convolution():
         x, w, (16,), "VALID", dimension_numbers=("NWC", "OIW", "NWC")
     )
     mesh, shape = jax.make_mesh(*_MESH, axis_types=(AxisType.Auto,) * 2), jax.ShapeDtypeStruct
-    choose = lambda **others: choose_specs(
+    choice = choose_specs(
         lambda w, x: jnp.square(convolve(w, x)).sum(),
         shape((512, 4, 16), "float32"),
         shape((4, 64, 4), "float32"),
         mesh=mesh,
-        others=others,
     )
-    assert [each.name for each in choose().candidates] == ["traced", "replicated"]
-    with pytest.raises(UserError, match=r"others\['own'\]: .*dimension 2"):
-        choose(own=P(None, None, "model"))
+    assert [each.name for each in choice.candidates] == ["traced", "replicated"]

@@ -550,6 +550,7 @@ REFUSED = [
     (evaluating({"predict": None, "metric": count_hits}), "metric is set, but predict is not"),
     (evaluating({"predict": None, "postprocess": list}), "postprocess is set, but predict is not"),
     (evaluating({}, batchsize=3), "moelib.evaluate of a task: .*'batchsize'"),
+    (evaluating({}, num_fewshot=3), "moelib.evaluate of a task: .*'num_fewshot'"),
     (evaluating({}, mesh=8), "mesh=8"),
     (evaluating({"collate": grow, **SUM}, EXAMPLES, batch_size=8), r"'x' is float32\[3\] instead"),
     (

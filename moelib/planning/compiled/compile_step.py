@@ -85,14 +85,7 @@ def compile_step(
         stopwatch.done("compile", f"{cpu:.1f} s of CPU time")
     step = Step(traced, lowered, compiled)
     seconds = {stage: stopwatch.seconds[stage] for stage in STAGES[1:4]} | {"compile_cpu": cpu}
-    report = examine(
-        trainer,
-        step,
-        name=name,
-        topology=topology.name,
-        seconds=seconds,
-        compiler_options=options,
-    )
+    report = examine(trainer, step, name=name, topology=topology.name, seconds=seconds)
     if dump_dir is not None:
         write_dump(dump_dir, step, report)
     stopwatch.done("count", f"{report.figures['instructions']:,} instructions")

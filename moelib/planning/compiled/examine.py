@@ -37,7 +37,6 @@ def examine(
     name: str,
     topology: str,
     seconds: Mapping[str, float] | None = None,
-    compiler_options: Mapping[str, str] | None = None,
 ) -> StepReport:
     """Returns the report of a `SpmdTrainer`'s step, with findings of lint.
 
@@ -47,11 +46,10 @@ def examine(
         name: Name of the step.
         topology: Name of the hardware.
         seconds: Seconds of stages of the compilation, by stage.
-        compiler_options: Options of the compilation; by default those of the trainer.
     """
     text = step.compiled.as_text()
     program, mesh = parse(text, shares_of_branches(trainer)), trainer.mesh()
-    facts, model_flops = facts_of(trainer, compiler_options), _model_flops(trainer)
+    facts, model_flops = facts_of(trainer), _model_flops(trainer)
     rows_routed, source_map = _rows_routed(trainer), SourceMap(text)
     counts = count(
         step.compiled, program, mesh.shape, rows_routed=rows_routed, model_flops=model_flops

@@ -1,30 +1,15 @@
-"""Lint of collectives: unnecessary gathers, and collectives that could overlap or run once."""
+"""Lint of collectives: unnecessary gathers."""
 
-import math
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from moelib.core.config_text import get
 from moelib.layers.moe.dispatch_ragged import RingDispatcher
-from moelib.parallel.mesh import describe_mesh
 from moelib.planning.hlo import values
 from moelib.planning.hlo.program import Computation, Instruction
-from moelib.planning.hlo.values import COLLECTIVES
 from moelib.planning.lint.facts import Step, is_shard
-from moelib.planning.report.collectives import (
-    collective_instructions,
-    is_asynchronous,
-    result_bytes,
-)
+from moelib.planning.report.collectives import collective_instructions, result_bytes
 from moelib.planning.report.step_report import Finding
-from moelib.train.compiler_options import BY_DEVICE_KIND
-
-_REMATERIALIZED = re.compile(r"\.remat\d*(\.|$)")  # XLA's names of rematerialized instructions.
-
-# Options for collectives on the SparseCores of a TPU. GPU compilers decide themselves.
-_SPARSE_CORE = re.compile("sparse_core|_sc(_|$)|prefer_async")
-_MANY_DEVICES = 16  # Devices of a group from which on another mesh may avoid an all-gather.
 
 
 def gathers_over_experts(step: Step) -> Iterator[Finding]:
@@ -72,100 +57,6 @@ def float32_gathers(step: Step) -> Iterator[Finding]:
                 "the layer's own gather, or with a shard_map whose in_specs take split weights) to "
                 "halve the bytes.",
             )  # fmt: skip
-
-
-def invariant_collectives(step: Step) -> Iterator[Finding]:
-    """Finds collectives in a loop with the same result in each iteration."""
-    for caller, loop in step.program.unfused():
-        body = step.program.computations.get(dict(loop.calls).get("body", ""))
-        if loop.opcode != "while" or body is None or body.executions <= caller.executions:
-            continue
-        iterations, fixed = round(body.executions / caller.executions), _invariant(body)
-        for each in body.instructions.values():
-            if not each.operands or not fixed.issuperset(each.operands):
-                continue
-            if all(_is_zero(step, body, body.instructions[name]) for name in each.operands):
-                continue  # The first turn of a windowed matmul passes on zeros.
-            for computation, collective in _collectives_of(step, body, each):
-                if result_bytes(collective) >= step.thresholds.collective:
-                    yield step.finding(
-                        "loop-invariant collective", "hint", computation, collective,
-                        advice=f"it sends the same data in each of {iterations} iterations of a "
-                        "loop; send it once before the loop if its result fits in memory.",
-                    )  # fmt: skip
-
-
-def _is_zero(step: Step, computation: Computation, each: Instruction) -> bool:
-    """Returns whether an instruction makes an array of zeros."""
-    if each.is_fusion:
-        computation = step.program.computations[dict(each.calls)["calls"]]
-        each = computation.root
-    if each.opcode in ("broadcast", "copy", "bitcast", "convert"):
-        made = computation.instructions.get(each.operands[0])
-        return made is not None and _is_zero(step, computation, made)
-    return each.opcode == "constant" and each.arguments in ("0", "-0")
-
-
-def repeated_collectives(step: Step) -> Iterator[Finding]:
-    """Finds collectives that XLA repeats instead of holding their results."""
-    for kind in COLLECTIVES:
-        for computation, each, _ in _large(step, kind):
-            if _REMATERIALIZED.search(each.name):
-                yield step.finding(
-                    "repeated collective", "hint", computation, each,
-                    advice="XLA repeats it instead of holding its result, because it expects "
-                    "memory to be short; a smaller batch per device, or a remat that saves less, "
-                    "may cost less.",
-                )  # fmt: skip
-
-
-def _collectives_of(
-    step: Step, body: Computation, instruction: Instruction
-) -> Iterator[tuple[Computation, Instruction]]:
-    """Yields a collective, or the collectives that an asynchronous instruction wraps."""
-    inside = [step.program.computations.get(name) for _, name in instruction.calls]
-    held = [(c, each) for c in inside if c is not None for each in c.instructions.values()]
-    for computation, each in [(body, instruction), *held]:
-        if each.opcode.removesuffix("-start") in COLLECTIVES:
-            yield computation, each
-
-
-def synchronous_collectives(step: Step) -> Iterator[Finding]:
-    """Finds large synchronous collectives on TPUs that an option or another mesh may change."""
-    if step.facts.platform != "tpu":
-        return  # GPU compilers decide themselves.
-    for kind in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all"):
-        missing = _unset_options(step, kind)
-        for computation, each, axes in _large(step, kind):
-            size = result_bytes(each) * computation.executions
-            if is_asynchronous(computation, each) or size < step.thresholds.synchronous:
-                continue
-            wide = math.prod(step.facts.mesh[axis] for axis in axes) >= _MANY_DEVICES
-            if missing or kind == "reduce-scatter" or (kind == "all-gather" and wide):
-                yield step.finding(
-                    "synchronous collective", "hint", computation, each,
-                    path="compiler_options" if missing else "mesh_shape",
-                    advice=f"the device waits for this {kind}, which could overlap with "
-                    f"independent work; {_cure(step, missing, axes)}.",
-                )  # fmt: skip
-
-
-def _unset_options(step: Step, kind: str) -> dict[str, str]:
-    """Returns the unset options that make a kind of collective asynchronous or more direct."""
-    facts = step.facts
-    known = BY_DEVICE_KIND.get(facts.device_kind, {}) if facts.platform == "tpu" else {}
-    wanted = {k: v for k, v in known.items() if _SPARSE_CORE.search(k)}
-    if kind == "all-to-all":
-        wanted = {"xla_tpu_enable_async_all_to_all": "True"}
-    return {k: v for k, v in wanted.items() if facts.compiler_options.get(k) != v}
-
-
-def _cure(step: Step, missing: Mapping[str, str], axes: Iterable[str]) -> str:
-    """Returns what to set: options of the compiler, or another mesh."""
-    if missing:
-        return f"set compiler_options {dict(missing)}"
-    sizes = describe_mesh({axis: step.facts.mesh[axis] for axis in axes})
-    return f"no compiler option is left for it; a mesh other than {sizes} may avoid it"
 
 
 def _large(step: Step, wanted: str) -> Iterator[tuple[Computation, Instruction, tuple[str, ...]]]:
@@ -217,28 +108,3 @@ def _layer_config(step: Step, op_name: str) -> Any:
         return None
     inside = path.removeprefix("model").lstrip(".")
     return get(model.config, inside) if inside else model.config
-
-
-# Opcodes whose results may differ for the same operands, or that are not analyzed.
-_UNKNOWN = {"parameter", "while", "conditional", "call", "custom-call", "rng", "infeed", "recv",
-            "rng-bit-generator", "rng-get-and-update-state", "partition-id"}  # fmt: skip
-
-
-def _invariant(body: Computation) -> set[str]:
-    """Returns the instructions of a loop's body with the same result in every iteration."""
-    if body.root.opcode != "tuple":
-        return set()
-    inputs = {n for n, each in body.instructions.items() if each.opcode == "parameter"}
-    fixed = {
-        name
-        for i, name in enumerate(body.root.operands)
-        if (each := body.instructions.get(name)) is not None
-        and each.opcode == "get-tuple-element"
-        and inputs.issuperset(each.operands)
-        and each.attribute("index") == str(i)
-    }
-    for name, each in body.instructions.items():
-        known = each.opcode not in _UNKNOWN or '"AllocateBuffer"' in each.attributes
-        if known and fixed.issuperset(each.operands):
-            fixed.add(name)
-    return fixed

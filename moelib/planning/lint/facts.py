@@ -26,7 +26,6 @@ class Thresholds:
     state: int = 64 * _MIB  # An array of the state.
     activation: int = 64 * _MIB
     collective: int = 1 * _MIB  # The result of a collective.
-    synchronous: int = 64 * _MIB  # The results of a synchronous collective per step.
     copy: int = 64 * _MIB
     padded: int = 64 * _MIB  # An array with its padding.
 
@@ -49,14 +48,12 @@ class Facts:
     """Settings of a trainer that concern its step."""
 
     mesh: Mapping[str, int]  # Sizes of the axes, outermost first.
-    platform: str = "tpu"  # Or "gpu", "cpu".
-    device_kind: str = ""  # JAX's name of the device.
+    platform: str = "tpu"  # Or "cuda", "cpu".
     batch_size: int = 0  # Sequences per micro-batch, over all devices.
     seq_len: int = 0  # Tokens per sequence.
     batch_axes: tuple[str, ...] = ()  # Mesh axes that split the batch.
     train_dtype: str | None = None  # Dtype that parameters are cast to.
     num_experts: frozenset[int] = frozenset()  # Of all layers.
-    compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
     state: tuple[StateArray, ...] = ()
     model: Any = None  # Module, for paths in its config; may be None.
 
@@ -75,24 +72,20 @@ class Facts:
         return {size for each in pairs for name, size in each if axis in (None, name)}
 
 
-def facts_of(trainer: Any, compiler_options: Mapping[str, str] | None = None) -> Facts:
-    """Returns the facts of a `SpmdTrainer`, by default with its own compiler options."""
+def facts_of(trainer: Any) -> Facts:
+    """Returns the facts of a `SpmdTrainer`."""
     cfg, mesh = trainer.config, trainer.mesh()
-    device = mesh.devices.flat[0]
-    options = trainer.compiler_options() if compiler_options is None else compiler_options
     numbers = (getattr(inside, "num_experts", None) for _, inside in sub_configs(cfg.model))
     spec = trainer.batch_sharding.spec
     axes = spec[0] if spec and spec[0] is not None else ()
     return Facts(
         mesh=dict(mesh.shape),
-        platform="gpu" if device.platform in ("cuda", "gpu") else device.platform,
-        device_kind=device.device_kind,
+        platform=mesh.devices.flat[0].platform,
         batch_size=cfg.input.global_batch_size // cfg.num_microbatches,
         seq_len=cfg.input.seq_len,
         batch_axes=(axes,) if isinstance(axes, str) else tuple(axes),
         train_dtype=cfg.train_dtype,
         num_experts=frozenset(number for number in numbers if isinstance(number, int)),
-        compiler_options=options,
         state=tuple(_state(trainer)),
         model=trainer.model,
     )

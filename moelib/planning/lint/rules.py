@@ -22,9 +22,6 @@ RULES = (
     collectives.float32_gathers,
     arrays.unsplit_activations,
     arrays.replicated_state,
-    collectives.invariant_collectives,
-    collectives.repeated_collectives,
-    collectives.synchronous_collectives,
     arrays.padding,
     arrays.copies,
 )

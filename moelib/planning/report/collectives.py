@@ -19,11 +19,6 @@ def collective_instructions(program: Program) -> Iterator[tuple[str, Computation
             yield kind, computation, each
 
 
-def is_asynchronous(computation: Computation, instruction: Instruction) -> bool:
-    """Returns whether a collective overlaps with other work."""
-    return computation.asynchronous or instruction.is_async_start
-
-
 def result_bytes(instruction: Instruction) -> int:
     """Returns the bytes of a collective's result."""
     return values.shape_bytes(values.result_shape(instruction))
@@ -34,7 +29,7 @@ def collectives_by_axes(program: Program, mesh: Mapping[str, int]) -> list[Colle
     rows: dict[tuple[Any, ...], dict[str, float]] = {}
     for kind, computation, each in collective_instructions(program):
         groups = values.device_groups(each) or [list(range(math.prod(mesh.values())))]
-        size, overlaps = result_bytes(each), is_asynchronous(computation, each)
+        size, overlaps = result_bytes(each), computation.asynchronous or each.is_async_start
         small = size <= SMALL_BYTES
         key = kind, values.axes_of_groups(groups, mesh), len(groups[0])
         row = rows.setdefault(key, collections.defaultdict(float))

@@ -5,10 +5,10 @@ import pytest
 
 from experiments import flame_moe
 from moelib.core.errors import UserError
+from moelib.planning.compiled import compile_step as compile_step_module
 from moelib.planning.compiled import examine
 from moelib.planning.compiled.compile_step import compile_step
 from moelib.planning.hardware.topologies import topology
-from moelib.planning.lint import facts as lint_facts
 from moelib.train.compiler_options import BY_DEVICE_KIND
 from tests import tiny
 
@@ -42,19 +42,20 @@ def test_gradients_of_micro_batches_in_bfloat16_compile_and_are_scattered(where)
     assert report.figures["reduce-scatter.executions"] > 0
 
 
-def test_lint_knows_the_options_of_the_compilation(where, tmp_path, monkeypatch):
+def test_options_are_added_to_those_of_the_trainer(where, tmp_path, monkeypatch):
     told = []
 
-    def facts_of(trainer, compiler_options=None):
-        told.append(lint_facts.facts_of(trainer, compiler_options))
-        return told[-1]
+    def compile_with(lowered, options):
+        told.append(options)
+        return original(lowered, options)
 
-    monkeypatch.setattr(examine, "facts_of", facts_of)
+    original = compile_step_module.compile_with
+    monkeypatch.setattr(compile_step_module, "compile_with", compile_with)
     cfg = tiny.trainer_config(tmp_path, evaler=False)
     changed = "xla_tpu_enable_data_parallel_all_reduce_opt"
     compile_step(cfg, where, name="tiny", compiler_options={changed: "False"})
     assert BY_DEVICE_KIND["TPU v6 lite"][changed] == "True"
-    assert told[0].compiler_options == BY_DEVICE_KIND["TPU v6 lite"] | {changed: "False"}
+    assert told == [BY_DEVICE_KIND["TPU v6 lite"] | {changed: "False"}]
 
 
 def test_rows_routed_are_a_devices_tokens_times_their_experts():

@@ -136,15 +136,8 @@ def test_a_weight_that_each_turn_gathers_again_in_float32_is_found_in_a_tpus_pro
     with jax.set_mesh(mesh), no_compilation_cache():
         text = jax.jit(step).lower(weight, x).compile().as_text()
     state = StateArray("model/weight", (2048, 2048), ("embed", None), 2**22, split=True, cast=True)
-    facts = Facts(
-        dict(mesh.shape), device_kind="TPU v6 lite", train_dtype="bfloat16", state=(state,)
-    )
+    facts = Facts(dict(mesh.shape), train_dtype="bfloat16", state=(state,))
     found = {each.rule: each for each in lint(hlo.parse(text), facts, source_map=SourceMap(text))}
-    assert found.keys() >= {
-        "float32 gather of weights",
-        "loop-invariant collective",
-        "synchronous collective",
-    }
-    repeated = found["loop-invariant collective"]
-    assert (repeated.executions, repeated.bytes) == (6, 2048 * 2048 * 4)
-    assert repeated.locations[0].startswith("lint/test_planted.py")
+    gather = found["float32 gather of weights"]
+    assert (gather.executions, gather.bytes) == (6, 2048 * 2048 * 4)
+    assert gather.locations[0].startswith("lint/test_planted.py")

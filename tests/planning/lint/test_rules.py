@@ -12,8 +12,6 @@ from moelib.planning.lint.arrays import largest_temporaries, memory_above_estima
 from moelib.planning.lint.compute import traced_large_arrays
 from moelib.planning.lint.facts import Facts, StateArray, Step, Thresholds
 from moelib.planning.lint.rules import lint, merged
-from moelib.planning.report.collectives import collective_instructions, is_asynchronous
-from moelib.train.compiler_options import BY_DEVICE_KIND
 from tests.planning.report.test_step_report import make_report
 
 MIB = 2**20
@@ -25,7 +23,6 @@ EXPERTS = StateArray(
 )
 FACTS = Facts(
     mesh={"data": 1, "expert": 2, "fsdp": 2},
-    device_kind="TPU v6 lite",
     batch_size=16,
     seq_len=2048,
     batch_axes=("expert", "fsdp"),
@@ -57,7 +54,6 @@ def _state(array, **changes):
     return {"state": (dataclasses.replace(array, **changes),)}
 
 
-SENT = "%r = bf16[8192,8192]{1,0} reduce-scatter(%a), replica_groups=[2,2]<=[4], dimensions={0}"
 LEFT = "%l = f32[1024,1024]{1,0} parameter(0)"
 DENSE = (
     "%d = f32[1024,1024]{1,0} dot(%l, %l), lhs_contracting_dims={1}, rhs_contracting_dims={0}, "
@@ -85,13 +81,11 @@ FOUR = {"batch_size": 4, "seq_len": 4096, "platform": "cpu"} | _state(LAYERS)
         (_gather("bf16[16,1024,512]{2,1,0}", OVER_EXPERT), {}, "all-gather for all-to-all"),
         (_gather("bf16[8,1024,512]{2,1,0}", OVER_FSDP, 1), {}, None),  # The device's own experts.
         (_gather("bf16[1024,4096]{1,0}", OVER_EXPERT), {}, None),  # Weights that all tokens need.
-        (SENT, {"platform": "cpu"}, None),
-        (SENT.replace("8192,8192", "1024,1024"), {}, None),  # Too small to wait for.
         # Activations of all rows.
         ("%x = bf16[16,2048,1024]{2,1,0} add(%a, %a)", {}, "unsplit activation"),
         (
             "%x = bf16[32768,1024]{1,0} all-gather(%a), replica_groups=[1,4]<=[4], dimensions={0}",
-            {"platform": "cpu"},
+            {},
             "unsplit activation",
         ),
         ("%x = bf16[4,2048,8192]{2,1,0} add(%a, %a)", {}, None),  # A device's own rows.
@@ -128,104 +122,6 @@ def test_a_rule_finds_its_instruction_and_no_other(statement, changes, rule):
     facts = dataclasses.replace(FACTS, **changes)
     found = _found(LEFT, statement, facts=facts, sizes=sizes)
     assert found == ([(rule, statement[1])] if rule else [])
-
-
-LOOP = """%condition (t: (s32[], bf16[4096,1024], f32[8])) -> pred[] {{
-  ROOT %true = pred[] constant(true)
-}}
-
-%body (t: (s32[], bf16[4096,1024], f32[8])) -> (s32[], bf16[4096,1024], f32[8]) {{
-  %t = (s32[], bf16[4096,1024]{{1,0}}, f32[8]{{0}}) parameter(0)
-  %i = s32[] get-tuple-element(%t), index=0
-  %w = bf16[4096,1024]{{1,0}} get-tuple-element(%t), index=1
-  %x = bf16[4096,1024]{{1,0}} get-tuple-element(%t), index=2
-  %c = bf16[4096,1024]{{1,0}} negate(%{operand})
-  %g = bf16[8192,1024]{{1,0}} all-gather(%c), replica_groups=[2,2]<=[4], dimensions={{0}}
-  ROOT %out = (s32[], bf16[4096,1024]{{1,0}}, f32[8]{{0}}) tuple(%i, %w, %g)
-}}
-
-ENTRY %main (a: f32[8]) -> f32[8] {{
-  %a = f32[8]{{0}} parameter(0)
-  ROOT %l = (s32[], bf16[4096,1024]{{1,0}}, f32[8]{{0}}) while(%a), condition=%condition, body=%body, backend_config={{"known_trip_count":{{"n":"{iterations}"}}}}
-}}
-"""  # noqa: E501 (as the compiler writes it)
-
-
-@pytest.mark.parametrize(
-    ("operand", "iterations", "count"),
-    [("w", 5, 1), ("x", 5, 0), ("w", 1, 0)],  # What the loop passes on; what it changes; no loop.
-)
-def test_a_loop_invariant_collective_is_found(operand, iterations, count):
-    program = hlo.parse(LOOP.format(operand=operand, iterations=iterations))
-    found = [f for f in lint(program, FACTS) if f.rule == "loop-invariant collective"]
-    assert len(found) == count
-    assert [(f.executions, f.bytes) for f in found] == [(5, 8192 * 1024 * 2)] * count
-
-
-def test_zeros_that_a_windowed_matmul_passes_on_first_are_no_loop_invariant_collective():
-    text = LOOP.format(operand="w", iterations=5)
-    zeros = (
-        "%zero = bf16[] constant(0)\n  %c = bf16[4096,1024]{1,0} broadcast(%zero), dimensions={}"
-    )
-    text = text.replace("%c = bf16[4096,1024]{1,0} negate(%w)", zeros)
-    assert lint(hlo.parse(text), _all_options_set()) == []
-
-
-def test_a_synchronous_collective_names_the_options_that_are_not_set():
-    program = hlo.parse("ENTRY %m (a: f32[8]) -> f32[8] {\n  ROOT " + SENT + "\n}\n")
-    (finding,) = lint(program, FACTS)
-    assert (finding.rule, finding.config_path) == ("synchronous collective", "compiler_options")
-    assert "'xla_tpu_enable_sparse_core_collective_offload_reduce_scatter': 'True'" in (
-        finding.advice
-    )
-
-
-def test_a_collective_that_xla_repeats_is_found():
-    facts = dataclasses.replace(FACTS, platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
-    gather = (
-        "%NAME = bf16[2048,2048]{1,0} all-gather(%a), replica_groups=[2,2]<=[4], dimensions={0}"
-    )
-    for name, found in (("g", []), ("g.remat", [1]), ("g.12.remat2.1", [1]), ("rematted.3", [])):
-        rule = ("repeated collective", name)
-        assert _found(gather.replace("NAME", name), facts=facts) == [rule for _ in found]
-
-
-def _all_options_set(**changes):
-    options = BY_DEVICE_KIND["TPU v6 lite"]
-    return dataclasses.replace(FACTS, compiler_options=options, **changes)
-
-
-@pytest.mark.parametrize(
-    ("kind", "groups", "count"),
-    [
-        ("reduce-scatter", OVER_FSDP, 1),  # Such as the gradient of the head.
-        ("all-gather", OVER_FSDP, 0),
-        ("all-gather", "replica_groups=[1,64]<=[64]", 1),
-        ("all-reduce", "replica_groups=[1,64]<=[64]", 0),
-    ],
-)
-def test_a_synchronous_collective_without_an_option_names_the_mesh(kind, groups, count):
-    mesh = {"expert": 1, "fsdp": 64} if "64" in groups else {"expert": 2, "fsdp": 2}
-    sent = f"%r = bf16[8192,8192]{{1,0}} {kind}(%a), {groups}, dimensions={{0}}"
-    given = "ENTRY %m (a: f32[8]) -> f32[8] {\n  %a = f32[8]{0} parameter(0)\n"
-    found = lint(hlo.parse(given + "  ROOT " + sent + "\n}\n"), _all_options_set(mesh=mesh))
-    assert [(each.rule, each.config_path) for each in found] == [
-        ("synchronous collective", "mesh_shape")
-    ] * count
-    assert all(f"fsdp={mesh['fsdp']}" in each.advice for each in found)
-
-
-@pytest.mark.parametrize("synchronous", [True, False])
-def test_no_option_is_advised_on_gpus(synchronous):
-    facts = dataclasses.replace(FACTS, platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
-    start = (
-        "%r = ((bf16[8]), bf16[8192,8192]{1,0}) all-gather-start(%a), replica_groups=[2,2]<=[4], "
-        'dimensions={0}, backend_config={"collective_backend_config":{"is_sync":SYNC}}'
-    ).replace("SYNC", str(synchronous).lower())
-    assert _found(start, facts=facts) == []
-    program = hlo.parse("ENTRY %m (a: f32[8]) -> f32[8] {\n  ROOT " + start + "\n}\n")
-    ((_, computation, each),) = collective_instructions(program)
-    assert is_asynchronous(computation, each) == (not synchronous)
 
 
 @pytest.mark.parametrize(
