@@ -78,7 +78,7 @@ def config(size: Size, kind: str) -> Any:
     from experiments import flame_moe
     from moelib.checkpoint.policy import evenly_spaced_policy
     from moelib.core.config import config_for_function
-    from moelib.models.dense_twin import dense_twin
+    from moelib.operations.dense_twin import dense_twin
     from moelib.train.routing_log import RoutingEvaler
 
     cfg = flame_moe.tiny()

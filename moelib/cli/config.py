@@ -89,7 +89,7 @@ def twin_of(cfg: Any, kind: str) -> Any:
     Raises:
         UserError: If the model has no MoE layer, or no twin takes as long.
     """
-    from moelib.models.dense_twin import dense_twin
+    from moelib.operations.dense_twin import dense_twin
     from moelib.operations.time_twin import time_twin
 
     times = ""

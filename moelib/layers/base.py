@@ -103,7 +103,7 @@ class BaseLayer(Module):
         """Returns the specs of this layer's own KV cache or other state of a sequence, by name.
 
         A layer with such specs reads the arrays from `self.cache` and returns their new values by
-        `self.put_cache`. A spec without dtype gets that of the activations.
+        `self.put_cache`. A spec without dtype gets the activations' dtype.
 
         Args:
             batch_size: Number of sequences.
@@ -116,7 +116,7 @@ class BaseLayer(Module):
         """Returns the specs of the values that this layer gives to the next transformer layer.
 
         They are zeros before the first layer; see moelib.layers.carry. A spec without dtype gets
-        that of the activations.
+        the activations' dtype.
 
         Args:
             batch_size: Number of sequences.
@@ -184,7 +184,10 @@ class BaseLayer(Module):
         """
         specs = self.create_parameter_specs_recursively()
         used = {name: specs[name] for name in params}
-        cast = lambda spec, value: operand(value, spec, dtype)
+
+        def cast(spec: ParameterSpec, value: Any) -> Any:
+            return operand(value, spec, dtype)
+
         return jax.tree.map(cast, used, params, is_leaf=is_spec)
 
     @property

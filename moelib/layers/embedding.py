@@ -25,7 +25,7 @@ class Embedding(BaseLayer):
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg: Embedding.Config = self.config
-        # Fan-in is that of a tied output head, D; a lookup alone has no sum.
+        # The fan-in is D, as in a tied output head; a lookup alone has no sum.
         return {
             "weight": ParameterSpec(
                 (cfg.num_embeddings, cfg.dim),

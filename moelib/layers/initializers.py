@@ -6,7 +6,6 @@ of layers. Initializers with the same arguments are the same object, so that the
 
 import functools
 import math
-from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -42,23 +41,6 @@ def fan_in_normal(scale: float = 1.0) -> Initializer:
     def init(key: jax.Array, spec: ParameterSpec) -> jax.Array:
         fan_in, _ = spec.fans()
         return normal(scale / math.sqrt(fan_in))(key, spec)
-
-    return init
-
-
-@functools.cache
-def variance_scaling(
-    scale: float = 1.0,
-    mode: Literal["fan_in", "fan_out", "fan_avg"] = "fan_in",
-    distribution: Literal["normal", "truncated_normal", "uniform"] = "normal",
-) -> Initializer:
-    """Returns an initializer that draws with variance scale / fan (Glorot, He, LeCun)."""
-
-    def init(key: jax.Array, spec: ParameterSpec) -> jax.Array:
-        fans: Any = spec.fans() and spec.fan_axes  # Raises if there are none.
-        axes = (fans.in_axis, fans.out_axis, spec.batch_axes)
-        draw = jax.nn.initializers.variance_scaling(scale, mode, distribution, *axes)
-        return draw(key, spec.shape, jnp.float32).astype(spec.dtype)
 
     return init
 

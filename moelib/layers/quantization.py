@@ -79,7 +79,7 @@ class QuantizedWeight:
         return dataclasses.replace(self.quantized, values=values.reshape(num, -1))
 
     def split(self, num_inputs: int) -> PartitionSpec | None:
-        """Returns the sharding of `matrix` in a matmul: that over axes that shard features."""
+        """Returns the sharding of `matrix` in a matmul, over the axes that shard features."""
         mesh = current_mesh()
         if self.axes is None or mesh is None or mesh.size == 1:
             return None
@@ -107,8 +107,10 @@ def divided(weight: Any, split: PartitionSpec, kept: Sequence[str]) -> tuple[Any
     sizes = zip(split, scales.shape, weight.shape, strict=True)
     of_scales = PartitionSpec(*(entry if num == size else None for entry, num, size in sizes))
     specs = dataclasses.replace(quantized, values=split, scales=of_scales)
-    of = functools.partial(dataclasses.replace, weight)
-    return of(quantized=quantized), of(quantized=specs, gradient_of=split)
+    return (
+        dataclasses.replace(weight, quantized=quantized),
+        dataclasses.replace(weight, quantized=specs, gradient_of=split),
+    )
 
 
 def quantize_weight(weight: Array, spec: ParameterSpec) -> Quantized:
@@ -130,7 +132,7 @@ def quantize_weight(weight: Array, spec: ParameterSpec) -> Quantized:
 def quantized_weights(params: Nested, specs: Nested, dtype: Any) -> dict[str, QuantizedWeight]:
     """Returns the weights that the layers of a model quantize, by path, without `gradient_of`.
 
-    `dtype` is that of the computation; None for the dtypes of the parameters.
+    `dtype` is the dtype of the computation; None for the dtypes of the parameters.
     """
     found, leaves = {}, by_path(params)
     for path, spec in specs_by_path(specs).items():
@@ -142,16 +144,23 @@ def quantized_weights(params: Nested, specs: Nested, dtype: Any) -> dict[str, Qu
 
 def split_gradients(params: Any) -> tuple[Any, Any]:
     """Returns the arrays that take the gradients of parameters, and quantized values or None."""
-    is_weight = lambda x: isinstance(x, QuantizedWeight)
-    part = lambda fn: jax.tree.map(fn, params, is_leaf=is_weight)
-    gradient_of = part(lambda x: x.gradient_of if is_weight(x) else x)
-    return gradient_of, part(lambda x: x.quantized if is_weight(x) else None)
+    leaves, structure = jax.tree.flatten(params, is_leaf=_is_quantized)
+    gradient_of = [x.gradient_of if _is_quantized(x) else x for x in leaves]
+    quantized = [x.quantized if _is_quantized(x) else None for x in leaves]
+    return structure.unflatten(gradient_of), structure.unflatten(quantized)
 
 
 def join_gradients(gradient_of: Any, quantized: Any) -> Any:
     """Returns the parameters of which `split_gradients` gave the parts."""
-    join = lambda x, values: x if values is None else QuantizedWeight(values, x)
+
+    def join(x: Any, values: Quantized | None) -> Any:
+        return x if values is None else QuantizedWeight(values, x)
+
     return jax.tree.map(join, gradient_of, quantized)
+
+
+def _is_quantized(x: Any) -> bool:
+    return isinstance(x, QuantizedWeight)
 
 
 def operand(value: Any, spec: ParameterSpec, dtype: Any) -> Any:

@@ -52,7 +52,7 @@ def save_activation(x: jax.Array, name: str) -> jax.Array:
 def save_routing(x: Any) -> Any:
     """Returns arrays of the routing, named so that every `remat` saves them.
 
-    Those of [T, K] are saved as [K T]: TPUs may pad the last of several dimensions to 128.
+    Arrays [T, K] are saved as [K T]: TPUs may pad the last of several dimensions to 128.
     """
 
     def save(leaf: jax.Array) -> jax.Array:

@@ -234,7 +234,7 @@ class ScanStack(BaseStack):
             x: The residual stream.
             block: Number of the block.
             key: Random key of the whole stack.
-            side_inputs: Those of every layer.
+            side_inputs: Arguments of every layer.
         """
         names, context = self._block_names, self.get_invocation_context()
         if key is not None:

@@ -43,13 +43,16 @@ def param_ema(*, decay: float | None = None) -> ParamEma | None:
         raise UserError(f"param_ema: decay is {decay}; set it to 0 or more and below 1, or None.")
 
     def init(params: Any) -> EmaState:
-        copy = jax.tree.map(jnp.copy, params)  # Its own buffers: the parameters are donated.
+        copy = jax.tree.map(jnp.copy, params)  # In new buffers: the parameters are donated.
         return EmaState(jnp.zeros((), jnp.int32), cast_floats(copy, jnp.float32))
 
     def update(params: Any, state: EmaState) -> EmaState:
         count = state.count + 1
         weight = _weight(decay, count)
-        average = lambda old, new: (1 - weight) * old + weight * new.astype(old.dtype)
+
+        def average(old: jax.Array, new: jax.Array) -> jax.Array:
+            return (1 - weight) * old + weight * new.astype(old.dtype)
+
         return EmaState(count, jax.tree.map(average, state.params, params))
 
     return ParamEma(init, update)

@@ -65,7 +65,10 @@ def scale_by_factored_rms(
         axes = axes_of(updates)
         count = optax.safe_increment(state.count)
         decay = 1.0 - count.astype(jnp.float32) ** -decay_exponent
-        blend = lambda old, new: decay * old + (1.0 - decay) * new
+
+        def blend(old: jax.Array, new: jax.Array) -> jax.Array:
+            return decay * old + (1.0 - decay) * new
+
         squares = jax.tree.map(lambda g: jnp.square(g) + eps, updates)
         means = jax.tree.map(blend, (state.row, state.col, state.full), moments(squares))
         rows, cols, fulls = map(tree.by_path, means)
@@ -87,14 +90,20 @@ def scale_by_factored_rms(
 def clip_by_rms(param_specs: Nested | None, threshold: float) -> optax.GradientTransformation:
     """Returns updates scaled down to a root mean square of at most `threshold` per matrix."""
     rms = _rms(param_specs)
-    clip = lambda path, u: u / jnp.maximum(1.0, rms(path, u) / threshold)
+
+    def clip(path: str, update: jax.Array) -> jax.Array:
+        return update / jnp.maximum(1.0, rms(path, update) / threshold)
+
     return optax.stateless(lambda updates, params: tree.map_by_path(clip, updates))
 
 
 def scale_by_param_rms(param_specs: Nested | None) -> optax.GradientTransformation:
     """Returns updates times the root mean square of their parameter, at least 1e-3."""
     rms = _rms(param_specs)
-    scale = lambda path, u, p: u * jnp.maximum(rms(path, p), 1e-3)
+
+    def scale(path: str, update: jax.Array, param: jax.Array) -> jax.Array:
+        return update * jnp.maximum(rms(path, param), 1e-3)
+
     return optax.stateless(lambda updates, params: tree.map_by_path(scale, updates, params))
 
 

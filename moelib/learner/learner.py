@@ -82,8 +82,8 @@ class Learner(Module):
 
     @config_class
     class Config(Module.Config):
-        # Of moelib.learner.optimizers, or of Optax: config_for_function(optax.adamw). The learning
-        # rate of one of Optax is logged only inside optax.inject_hyperparams.
+        # A function of moelib.learner.optimizers, or of Optax: config_for_function(optax.adamw),
+        # whose learning rate is logged only inside optax.inject_hyperparams.
         optimizer: Required[ConfigOr[optax.GradientTransformation]] = REQUIRED
         # (regex of a whole path, update there); the first match wins, `optimizer` if none does.
         update_rules: Sequence[tuple[str, UpdateType | ConfigOr[optax.GradientTransformation]]] = ()
@@ -124,8 +124,8 @@ class Learner(Module):
         """
         super().__init__(cfg, parent=parent)
         cfg = self.config
-        bare = lambda spec: dataclasses.replace(spec, initializer=None)
-        self._param_specs = jax.tree.map(bare, param_specs, is_leaf=is_spec)
+        without_initializer = functools.partial(dataclasses.replace, initializer=None)
+        self._param_specs = jax.tree.map(without_initializer, param_specs, is_leaf=is_spec)
         self._labels = self._label_parameters()
         updated = [path for path in self._labels if self.is_updated(path)]
         self._norm_groups = group_paths(updated, cfg.norms_of, self._field("norms_of"))
@@ -135,7 +135,7 @@ class Learner(Module):
                 optimizers[f"rule{i}"] = self._build(f"update_rules[{i}][1]", rule)
         self._optimizer = transforms.split(optimizers, self._labels)
         self._ema = cfg.ema.instantiate()
-        self._warned = False  # Of state that is not stored in fewer bits.
+        self._has_warned = False  # Whether a warning named state that stays in float32.
         self._take_step = maybe_instantiate(cfg.skip)
 
     def _label_parameters(self) -> dict[str, str]:
@@ -162,12 +162,12 @@ class Learner(Module):
         return f"{self._title()}.{name}"
 
     def _build(self, field: str, cfg: Any) -> optax.GradientTransformation:
-        """Returns the optimizer of a config, with every unset `param_specs` in it filled in."""
+        """Returns the optimizer of a config, with every unset `ModelSpecs` in it filled in."""
         if isinstance(cfg, ConfigBase):
             cfg = cfg.clone()
             for inside in (cfg, *(each for _, each in sub_configs(cfg))):
-                if "param_specs" in inside and inside.param_specs is None:
-                    inside.set(param_specs=self._param_specs)
+                for name in transforms.model_specs_of(inside):
+                    inside.set(**{name: self._param_specs})
         optimizer = maybe_instantiate(cfg)
         if not isinstance(optimizer, optax.GradientTransformation):
             raise UserError(
@@ -208,8 +208,8 @@ class Learner(Module):
         state = LearnerState(optimizer, ema, jnp.zeros((), jnp.int32))
         fields = ("first_moment", "second_moment")
         *moments, others = moments_in(state.optimizer)
-        if others and self._has_low_moments() and not self._warned:
-            self._warned = True
+        if others and self._has_low_moments() and not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "%s: %s are no moments of a known optimizer, and stay in float32.",
                 self._field("optimizer"),

@@ -208,9 +208,12 @@ def moments_in(state: Any) -> tuple[bool, bool, list[str]]:
     """Returns whether a state has means of gradients, and of squares, and paths of other arrays."""
     found: dict[Any, bool] = {}
     _map_moments(lambda path, x, is_second: found.setdefault(path, is_second), state)
-    large = lambda x: not _is_quantized(x) and x.size >= _MIN_SIZE and x.dtype == jnp.float32
-    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_quantized)
-    others = [jax.tree_util.keystr(path) for path, x in leaves if path not in found and large(x)]
+    others = [
+        jax.tree_util.keystr(path)
+        for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_quantized)
+        if not _is_quantized(x) and x.size >= _MIN_SIZE and x.dtype == jnp.float32
+        if path not in found
+    ]
     return False in found.values(), True in found.values(), others
 
 

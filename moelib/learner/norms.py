@@ -62,7 +62,10 @@ def norms_of(
     They are `gradient_norm/<name>`, `parameter_norm/<name>` of `params`, `update_norm/<name>`, and
     `update_ratio/<name>`, the norm of the update over that of the parameters (0 without an update).
     """
-    difference = lambda new, old: new.astype(jnp.float32) - old.astype(jnp.float32)
+
+    def difference(new: jax.Array, old: jax.Array) -> jax.Array:
+        return new.astype(jnp.float32) - old.astype(jnp.float32)
+
     trees = (gradients, params, jax.tree.map(difference, new_params, params))
     values = list(map(tree.by_path, trees))
     found = {}

@@ -10,8 +10,7 @@ Shared arguments:
         weight_decay * scale times the parameter, where the scale is the `weight_decay_scale` of its
         ParameterSpec (0 for biases and norms).
     weight_decay_per_param_scale: Scales that replace those of the specs: (regex of a path "a/b/c",
-        scale), first match wins, a regex without a match is an error; or a function of the spec,
-        such as `transforms.matrices_only`.
+        scale), first match wins, a regex without a match is an error; or a function of the spec.
     param_specs: The model's ParameterSpecs, filled in by the learner.
 
 The learner's `first_moment` and `second_moment` set the formats of the state, float32 by default.
@@ -20,6 +19,7 @@ Decay rates of means (b1, b2, beta, momentum) are 0 or more and below 1; others 
 
 from collections.abc import Sequence
 
+import jax
 import optax
 import optax.contrib
 
@@ -29,7 +29,7 @@ from moelib.core.param import ParameterSpec, specs_by_path
 from moelib.core.tree import Nested
 from moelib.learner import factored, transforms
 from moelib.learner.schedules import Schedule
-from moelib.learner.transforms import PathScales
+from moelib.learner.transforms import ModelSpecs, PathScales
 
 
 def sgd_optimizer(
@@ -39,7 +39,7 @@ def sgd_optimizer(
     nesterov: bool = False,
     weight_decay: float = 0.0,
     weight_decay_per_param_scale: PathScales = (),
-    param_specs: Nested | None = None,
+    param_specs: ModelSpecs = None,
 ) -> optax.GradientTransformation:
     """Returns stochastic gradient descent: m = momentum * m + g; p -= learning_rate * m.
 
@@ -76,7 +76,7 @@ def adamw_optimizer(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     weight_decay_per_param_scale: PathScales = (),
-    param_specs: Nested | None = None,
+    param_specs: ModelSpecs = None,
 ) -> optax.GradientTransformation:
     """Returns AdamW as in PyTorch, Megatron and Optax: the learning rate multiplies the decay.
 
@@ -99,7 +99,7 @@ def adamw_decoupled_optimizer(
     update_schedule: float | Schedule = 1.0,
     weight_decay: float = 0.0,
     weight_decay_per_param_scale: PathScales = (),
-    param_specs: Nested | None = None,
+    param_specs: ModelSpecs = None,
 ) -> optax.GradientTransformation:
     """Returns AdamW as in its paper: p -= schedule * (learning_rate * adam + weight_decay * p).
 
@@ -136,7 +136,7 @@ def lion_optimizer(
     b2: float = 0.99,
     weight_decay: float = 0.0,
     weight_decay_per_param_scale: PathScales = (),
-    param_specs: Nested | None = None,
+    param_specs: ModelSpecs = None,
 ) -> optax.GradientTransformation:
     """Returns Lion: the sign of b1 * momentum + (1 - b1) * gradient; the momentum decays by b2.
 
@@ -159,7 +159,7 @@ def adafactor_optimizer(
     eps: float = 1e-30,
     weight_decay: float = 0.0,
     weight_decay_per_param_scale: PathScales = (),
-    param_specs: Nested | None = None,
+    param_specs: ModelSpecs = None,
 ) -> optax.GradientTransformation:
     """Returns Adafactor, which keeps the second moments of a matrix as a row and a column.
 
@@ -205,7 +205,7 @@ def muon_optimizer(
     adam_eps: float = 1e-8,
     adam_axes: Sequence[str] = ("vocab",),
     adam_paths: Sequence[str] = (),
-    param_specs: Nested | None = None,
+    param_specs: ModelSpecs = None,
 ) -> optax.GradientTransformation:
     """Returns Muon, which orthogonalizes the momentum of matrices, with AdamW for all others.
 
@@ -221,7 +221,7 @@ def muon_optimizer(
             square is like Adam's, and Adam's learning rates and decay can be used. If None,
             updates are multiplied by sqrt(max(1, fan out / fan in)).
         adam_learning_rate: Rate of AdamW; `learning_rate` if None.
-        adam_b1, adam_b2, adam_eps: Those of AdamW.
+        adam_b1, adam_b2, adam_eps: `b1`, `b2` and `eps` of AdamW.
         adam_axes: Logical axes whose weights AdamW updates: embedding and head.
         adam_paths: Regexes of whole paths whose weights AdamW updates too.
 
@@ -239,8 +239,13 @@ def muon_optimizer(
         )
     _check_decay_rates("muon_optimizer", beta=beta, adam_b1=adam_b1, adam_b2=adam_b2)
     specs = specs_by_path(param_specs)
-    scale = lambda path, update: update * _muon_scale(specs[path], consistent_rms)
-    axes = lambda path, _: _matrix_axes(specs[path])
+
+    def scale(path: str, update: jax.Array) -> jax.Array:
+        return update * _muon_scale(specs[path], consistent_rms)
+
+    def axes(path: str, _: jax.Array) -> optax.contrib.MuonDimensionNumbers:
+        return _matrix_axes(specs[path])
+
     muon = optax.chain(
         optax.contrib.scale_by_muon(
             beta=beta,

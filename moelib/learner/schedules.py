@@ -7,8 +7,8 @@ update of a run, a decaying schedule reaches `end_lr`, and stays there.
     learning_rate=config_for_function(schedules.wsd).set(
         peak_lr=3e-4, end_lr=3e-5, max_step=2121, warmup_steps=21.21, decay_steps=212)
 
-Optax counts updates from 0 (as does Megatron, whose first step has a rate of 0): wrap a schedule in
-`for_optax` to use it in an optimizer of Optax itself.
+Optax counts updates from 0, as does Megatron, whose first step has a rate of 0: optimizers of Optax
+itself take schedules of Optax.
 
 Shared arguments:
     peak_lr: Rate at the end of the warmup.
@@ -63,12 +63,6 @@ def as_schedule(value: float | Schedule) -> Schedule:
     return value
 
 
-def for_optax(schedule: float | Schedule) -> Schedule:
-    """Returns the schedule with steps counted from 0, as Optax's own optimizers count them."""
-    schedule = as_schedule(schedule)
-    return lambda count: schedule(count + 1)
-
-
 def constant(peak_lr: float = 1.0, *, warmup_steps: float = 0) -> Schedule:
     """Returns a schedule that stays at `peak_lr` after the warmup."""
     _check_lengths("constant", None, peak_lr=peak_lr, warmup_steps=warmup_steps)
@@ -94,32 +88,6 @@ def cosine(
     Source: SGDR, arXiv:1608.03983, eq. 5, without restarts.
     """
     return _decaying("cosine", peak_lr, end_lr, warmup_steps, warmup_steps, max_step)
-
-
-def inverse_sqrt(peak_lr: float = 1.0, *, warmup_steps: float, end_lr: float = 0.0) -> Schedule:
-    """Returns a schedule that falls as peak_lr * sqrt(warmup_steps / step), down to `end_lr`.
-
-    `warmup_steps`, 1 or more, also determines how fast the rate falls.
-
-    Raises:
-        UserError: If `warmup_steps` is less than 1.
-
-    Source: Vaswani et al., arXiv:1706.03762, section 5.3.
-    """
-    if warmup_steps < 1:
-        raise UserError(
-            f"inverse_sqrt: warmup_steps is {warmup_steps}; set it to 1 or more, the rate falls as "
-            "sqrt(warmup_steps / step)."
-        )
-
-    _check_rates("inverse_sqrt", peak_lr, end_lr)
-
-    def schedule(step: Any) -> jax.Array:
-        step = _float(step)
-        fall = jnp.sqrt(warmup_steps / jnp.maximum(step, warmup_steps))
-        return _warmup(step, warmup_steps) * jnp.maximum(peak_lr * fall, end_lr)
-
-    return schedule
 
 
 def wsd(

@@ -22,7 +22,7 @@ def state_specs(state: Any, param_specs: Nested) -> Any:
     """Returns the tree of `state` with a ParameterSpec for each array.
 
     An array belongs to a parameter if its path ends with the parameter's: optimizers keep trees
-    like that of the parameters. It then has the parameter's logical axes or, if it lacks one of the
+    like the parameters. It then has the parameter's logical axes or, if it lacks one of the
     dimensions (Adafactor's rows and columns), the axes that remain. Arrays of no parameter, and
     those whose shape fits no part of it, are not split; a warning lists the large ones.
     """
@@ -54,8 +54,8 @@ def _owner(path: Sequence[Any], specs: Any) -> ParameterSpec | None:
     """Returns the spec of the parameter with the longest path at the end of `path`."""
     if isinstance(path[-1], jax.tree_util.GetAttrKey):  # A part of an array in 8 bits.
         path = path[:-1]
-    in_dict = lambda key: isinstance(key, jax.tree_util.DictKey)
-    names = [str(key.key) for key in itertools.takewhile(in_dict, reversed(path))][::-1]
+    keys = itertools.takewhile(lambda k: isinstance(k, jax.tree_util.DictKey), reversed(path))
+    names = [str(key.key) for key in keys][::-1]
     ends = ("/".join(names[start:]) for start in range(len(names)))
     return next((specs[end] for end in ends if end in specs), None)
 

@@ -47,7 +47,9 @@ def streamed_update(
     offloaded = [var for var in of_state if is_offloaded(arguments[var])]
     # The input that each result replaces; metrics, the last results, replace none.
     replaced = dict(enumerate([*graph.inputs[:num_params], *of_state]))
-    place = lambda i, x: to_host(x) if replaced.get(i) in offloaded else x
+
+    def place(i: int, x: Any) -> Any:
+        return to_host(x) if replaced.get(i) in offloaded else x
 
     required = graph.required(offloaded)
     known = graph.constants | {var: x for var, x in arguments.items() if var not in offloaded}

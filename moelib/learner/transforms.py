@@ -1,26 +1,40 @@
 """Gradient transformations that optimizers are made of, in addition to those of Optax.
 
-Each function returns an `optax.GradientTransformation`. The argument `param_specs` is the model's
-nested dict of ParameterSpec; left None in a config, it is filled in by the learner.
+Each function returns an `optax.GradientTransformation`. The learner fills in parameters of its
+optimizer that are annotated `ModelSpecs`, where a config leaves them None.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from moelib.core import tree
+from moelib.core.config import ConfigBase, FunctionConfig
 from moelib.core.errors import UserError
 from moelib.core.param import ParameterSpec, specs_by_path
 from moelib.core.precision import cast_floats
 from moelib.core.tree import Nested
 from moelib.learner.schedules import Schedule, as_schedule
 
+# The model's nested dict of ParameterSpec, which the learner fills in.
+ModelSpecs = Annotated[Nested | None, "The specs of the learner's model."]
+
 # Factors of parameters: (regex of a whole path "a/b/c", factor), first match wins; or a function of
 # the ParameterSpec.
 PathScales = Sequence[tuple[str, float]] | Callable[[ParameterSpec], float]
+
+
+def model_specs_of(cfg: ConfigBase) -> list[str]:
+    """Returns the fields of a function's config that are annotated `ModelSpecs` and None."""
+    if not isinstance(cfg, FunctionConfig):
+        return []
+    parameters = inspect.signature(cfg.fn).parameters.values()
+    names = [each.name for each in parameters if each.annotation == ModelSpecs]
+    return [name for name in names if getattr(cfg, name) is None]
 
 
 def chain(*args: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -101,7 +115,7 @@ def add_decayed_weights(
     weight_decay: float,
     *,
     per_param_scale: PathScales = (),
-    param_specs: Nested | None = None,
+    param_specs: ModelSpecs = None,
 ) -> optax.GradientTransformation:
     """Returns updates plus `weight_decay` times each parameter's scale times the parameter.
 
@@ -128,11 +142,6 @@ def add_decayed_weights(
         return tree.map_by_path(add, updates, params)
 
     return optax.stateless(update)
-
-
-def matrices_only(spec: ParameterSpec) -> float:
-    """Returns 1 for a weight that has fan axes and 0 for a bias or scale, stacked or not."""
-    return 0.0 if spec.fan_axes is None else 1.0
 
 
 def _scales(

@@ -171,7 +171,8 @@ class CausalLM(StackedModel):
         del seq_len
         further = self.config.multi_token_prediction
         uses = (self.config.lm_head is None) + (0 if further is None else further.num_depths)
-        return 2.0 * self.config.dim * self.config.vocab_size * uses  # Those of a shared matrix.
+        # Uses of a matrix that other layers hold, and count less often.
+        return 2.0 * self.config.dim * self.config.vocab_size * uses
 
     def flops_per_token(self, *, seq_len: int) -> float:
         """Returns the matmul FLOPs per training token: three times those of the forward pass."""

@@ -35,7 +35,7 @@ class MultiTokenModule(BaseLayer):
     class Config(BaseLayer.Config):
         dim: Required[int] = REQUIRED  # D.
         norm: BaseNorm.Config = RMSNorm.default_config()  # Norm of both inputs and of the output.
-        projection: Linear.Config = Linear.default_config()  # From 2 D to D.
+        projection: Linear.Config = Linear.default_config()  # Projection from 2 D to D.
         layer: BaseLayer.Config = TransformerLayer.default_config()  # The transformer layer.
         # Wraps the layer for recomputation, as `BaseStack.Config.remat`.
         remat: InstantiableConfig | None = None
@@ -57,9 +57,9 @@ class MultiTokenModule(BaseLayer):
         """Returns the normalized output of the layer.
 
         Args:
-            hidden: That of depth k - 1; the normalized output of the decoder for k = 1.
+            hidden: Output of depth k - 1; the normalized output of the decoder for k = 1.
             embedded: Embedding of the token k ahead.
-            side_inputs: Those of the transformer layer.
+            side_inputs: Arguments of the transformer layer.
         """
         both = [self.embedding_norm(embedded), self.hidden_norm(hidden)]
         x = self.projection(jnp.concatenate(both, -1))  # [B, S, 2 D] -> [B, S, D]

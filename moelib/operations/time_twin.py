@@ -9,7 +9,7 @@ from typing import Any
 
 from moelib.core.errors import UserError
 from moelib.data.batches.synthetic import SyntheticInput
-from moelib.models.dense_twin import DenseTwin, dense_twin
+from moelib.operations.dense_twin import DenseTwin, dense_twin
 from moelib.runs.metrics_file import read_metrics
 from moelib.tasks.fit import fit
 

@@ -239,10 +239,12 @@ def torus_spans(
     if not hasattr(devices.flat[0], "coords"):
         return []
     index = tuple(slice(None) if name in axes else 0 for name in axis_names)
-    read = lambda x: (*x.coords, getattr(x, "core_on_chip", 0), getattr(x, "slice_index", 0))
-    group = np.array([read(device) for device in np.ravel(devices[index])])
-    places = [np.unique(column) for column in group.T]
-    return [(len(at), int(at[1] - at[0]) if len(at) > 1 else 1) for at in places]
+    group = [
+        (*device.coords, getattr(device, "core_on_chip", 0), getattr(device, "slice_index", 0))
+        for device in np.ravel(devices[index])
+    ]
+    coordinates = [np.unique(column) for column in np.array(group).T]
+    return [(len(at), int(at[1] - at[0]) if len(at) > 1 else 1) for at in coordinates]
 
 
 def shared_sides(devices: np.ndarray, axis_names: Sequence[str]) -> list[str]:

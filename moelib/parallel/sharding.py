@@ -53,7 +53,7 @@ DEFAULT_RULES: Rules = {
     "activation_heads": ("model",),
 }
 
-# Those of a pipeline, whose ranks store a part of every layer.
+# Rules of a pipeline, whose ranks store a part of every layer.
 PIPELINE_RULES: Rules = {
     name: (*DEFAULT_RULES[name], "pipeline") for name in ("embed", "expert_embed")
 }
@@ -254,9 +254,10 @@ def named_shardings(specs: Any, mesh: jax.sharding.Mesh) -> Any:
 
 def abstract_state(specs: Any, shardings: Any) -> Any:
     """Returns a `jax.ShapeDtypeStruct` with its sharding for each spec."""
-    struct = lambda spec, sharding: jax.ShapeDtypeStruct(
-        spec.shape, jnp.dtype(spec.dtype), sharding=sharding
-    )
+
+    def struct(spec: ParameterSpec, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=sharding)
+
     return jax.tree.map(struct, specs, shardings, is_leaf=is_spec)
 
 

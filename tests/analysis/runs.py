@@ -3,7 +3,7 @@
 import json
 
 from experiments import flame_moe
-from moelib.models.dense_twin import dense_twin
+from moelib.operations.dense_twin import dense_twin
 
 
 def config(width=32, *, max_step=400):

@@ -7,7 +7,7 @@ import pytest
 
 from moelib.analysis.twins import compare_twins, twins_table, write_report
 from moelib.core.errors import UserError
-from moelib.models.dense_twin import dense_twin
+from moelib.operations.dense_twin import dense_twin
 from tests.analysis.runs import config, write_run, write_twins
 
 

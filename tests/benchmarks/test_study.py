@@ -9,7 +9,7 @@ from benchmarks import study
 from moelib.analysis.training_runs import MIN_STEPS
 from moelib.core.errors import UserError
 from moelib.models.cost import model_cost
-from moelib.models.dense_twin import dense_twin
+from moelib.operations.dense_twin import dense_twin
 
 
 def test_all_runs_are_long_enough_and_twins_have_equal_flops():

@@ -72,12 +72,12 @@ def test_decay_rules_without_specs():
     assert (out["emb/weight"], out["layer/scale"]) == (0.0, 0.5)
 
 
-def test_decay_of_matrices_only_depends_on_the_spec():
+def test_decay_by_a_function_of_the_spec():
     stacked = {"scale": SPECS["layer"]["scale"].stacked(3), "qkv": SPECS["layer"]["qkv"].stacked(3)}
     stacked["scale"] = type(stacked["scale"])((3, 6), ("layers", "norm"), weight_decay_scale=1.0)
     params = {"scale": jnp.ones((3, 6)), "qkv": jnp.ones((3, 6, 3, 2, 4))}
     transform = transforms.add_decayed_weights(
-        0.5, per_param_scale=transforms.matrices_only, param_specs=stacked
+        0.5, per_param_scale=lambda spec: float(spec.fan_axes is not None), param_specs=stacked
     )
     out, _ = apply(transform, jax.tree.map(jnp.zeros_like, params), params)
     assert not np.any(out["scale"])

@@ -10,6 +10,8 @@ one by one. The caller provides enough slots.
 Letters: L slots, n entries of a slot.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -52,7 +54,7 @@ def store(
     slots, length = cache.shape[-2], new.shape[-2]
     if length == 1:
         slot = positions[:, 0] % (window or slots)
-        put = lambda x, y, at: jax.lax.dynamic_update_slice_in_dim(x, y, at, axis=-2)
+        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=-2)
         # The barrier keeps XLA from computing the update twice, once for each of its two uses.
         return jax.lax.optimization_barrier(jax.vmap(put)(cache, new, slot))
     if length > slots:
@@ -78,7 +80,7 @@ def attend_to_cache(
 ) -> Float[Array, "B 1 H Dv"]:
     """Returns the attention of each sequence's newest token to the cache, in the dtype of v.
 
-    It equals that of `attend` for the last token of the sequence. Scores and softmax are float32.
+    It equals `attend` for the last token of the sequence. Scores and softmax are float32.
     Keys and values include those of the newest token, whose position is given.
     """
     batch, _, heads, dim = q.shape

@@ -116,7 +116,10 @@ class _Ring(NamedTuple):
         """Returns the arrays of the device `turns` before this one, of the keys that travel."""
         n = lax.axis_size(self.axes)
         pairs = [(i, (i + turns) % n) for i in range(n)]
-        send = lambda x: lax.ppermute(x[:, -self.plan.num_keys :], self.axes, pairs)
+
+        def send(x: Array) -> Array:
+            return lax.ppermute(x[:, -self.plan.num_keys :], self.axes, pairs)
+
         return jax.tree.map(send, tree)
 
     def token_index(self, size: int, turns: Any = 0) -> Int[Array, "s"]:
@@ -204,17 +207,19 @@ def _forward(ring: _Ring, q: Array, own: _Shard, sinks: Array | None) -> tuple[A
 
 def _backward(ring: _Ring, residuals: tuple, grad: Array) -> tuple:
     q, own, sinks, out, lse = residuals
-    add = lambda a, b: b if a is None else jax.tree.map(jnp.add, a, b)
+
+    def add(a: Any, b: Any) -> Any:
+        return b if a is None else jax.tree.map(jnp.add, a, b)
 
     def visit(carry: tuple[Any, ...], turn: Any, *, is_last: bool = False) -> tuple[Any, ...]:
         grad_q, here, grads = carry
         after = None if is_last else ring.rotate(here)
-        came = ring.rotate(grads)  # Of the keys that are here now.
+        arrived = ring.rotate(grads)  # Gradients of the keys that are here now.
         positions = _positions(ring, own, here, turn)
         made, *others = passes.attention_backward(
             q, here.k, here.v, out, lse, grad, positions, ring.spec
         )
-        return lax.optimization_barrier((add(grad_q, made), after, add(came, others)))
+        return lax.optimization_barrier((add(grad_q, made), after, add(arrived, others)))
 
     last = ring.plan.rotations
     grad_q, here, grads = visit((None, own, None), 0, is_last=last == 0)

@@ -4,7 +4,7 @@ Shapes: B batch, S sequence, E experts, K experts per token. Padding tokens coun
 """
 
 import enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -138,9 +138,8 @@ def add_pooled_balance_loss(stack: Module) -> None:
     Raises:
         UserError: If the layers have different numbers of experts.
     """
-    is_load = lambda value: isinstance(value, PooledLoad)
-    outputs = tree.flatten_items(stack.get_module_outputs(), is_load)
-    found = [value for _, value in outputs if is_load(value)]
+    outputs = tree.flatten_items(stack.get_module_outputs(), _is_pooled_load)
+    found = [value for _, value in outputs if _is_pooled_load(value)]
     if not found:
         return
     loads = [each.load.summed() for each in found]
@@ -151,8 +150,13 @@ def add_pooled_balance_loss(stack: Module) -> None:
         )
     total = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *loads)
     weight = jnp.mean(jnp.concatenate([each.weight.reshape(-1) for each in found]))
-    num_tokens = total.tokens[0] / sum(each.weight.size for each in found)  # Of a layer.
+    num_layers = sum(each.weight.size for each in found)
+    num_tokens = total.tokens[0] / num_layers
     stack.add_aux_loss("load_balance_loss", total.loss(), weight=weight, num_tokens=num_tokens)
+
+
+def _is_pooled_load(value: Any) -> bool:
+    return isinstance(value, PooledLoad)
 
 
 def router_z_loss(logits: Float[Array, "B S E"], mask: Bool[Array, "B S"]) -> Float[Array, ""]:

@@ -39,7 +39,7 @@ class Placement(NamedTuple):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes over which the computation of a device differs from that of others."""
+        """The mesh axes over which the computations of devices differ."""
         return (*self.batch, *self.sequence, *self.ffn)
 
     @property
@@ -51,10 +51,13 @@ class Placement(NamedTuple):
     def gathered(self, splits: Nested, params: Nested, added_once: Sequence[str]) -> Nested:
         """Returns a device's weights: its own experts, and its part of the hidden dimension.
 
-        Those of the names in `added_once` are zeros on all but one device along `ffn`.
+        Weights named in `added_once` are zeros on all but one device along `ffn`.
         """
         keep = (*self.experts, *self.ffn)
-        whole = lambda split, weight: gather(vary(weight, self.axes), split, keep=keep)
+
+        def whole(split: PartitionSpec, weight: Any) -> Any:
+            return gather(vary(weight, self.axes), split, keep=keep)
+
         params = jax.tree.map(whole, splits, params)
         if not self.ffn:
             return params

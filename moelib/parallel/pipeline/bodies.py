@@ -199,7 +199,9 @@ class WhileBody(Body):
             # The test does not read the carries that this part lacks.
             return evaluate(self._test, list(map(values.get, self._test.jaxpr.invars)), bind)[0]
 
-        step = lambda carry: part.iteration(consts, carry, ())[0]
+        def step(carry: Any) -> Any:
+            return part.iteration(consts, carry, ())[0]
+
         with name_scope_of(self.eqn):
             return list(lax.while_loop(test, step, list(start)))
 
@@ -232,9 +234,10 @@ class ShardMapBody(Body):
             return [*results[:num_results], *(x[None] for x in results[num_results:])]
 
         of_xs = dict(zip(self.xs, params["in_specs"], strict=True))
-        specs = lambda variables: [jax.P(self._axes(v)) for v in variables]
-        in_specs = *(of_xs[v] for v in part.xs), *specs(part.loads)
-        out_specs = *(params["out_specs"][i] for i in part.results), *specs(part.saves)
+        of_loads = [jax.P(self._axes(v)) for v in part.loads]
+        of_saves = [jax.P(self._axes(v)) for v in part.saves]
+        in_specs = *(of_xs[v] for v in part.xs), *of_loads
+        out_specs = *(params["out_specs"][i] for i in part.results), *of_saves
         with name_scope_of(self.eqn):
             return bind_shard_map(self.eqn, local, operands, in_specs=in_specs, out_specs=out_specs)
 
@@ -257,7 +260,10 @@ def run(
         into: Entries for stacked outputs of scans, by variable.
     """
     values, into = dict(values), into or {}
-    value = lambda v: v.val if isinstance(v, Literal) else values[v]
+
+    def value(variable: Any) -> Any:
+        return variable.val if isinstance(variable, Literal) else values[variable]
+
     for operation in operations:
         operands = list(map(value, operation.inputs))
         if operation.scan:

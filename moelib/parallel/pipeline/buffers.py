@@ -1,4 +1,4 @@
-"""Places in buffers, which loops read and write in place."""
+"""Entries of buffers, which loops read and write in place."""
 
 import dataclasses
 from typing import Any
@@ -14,7 +14,8 @@ class Entry:
 
     array: jax.Array
     at: tuple[Any, ...]  # Indices of the leading dimensions.
-    adds: bool = dataclasses.field(default=False, metadata={"static": True})  # To what is there.
+    # Whether a write adds to the values that are there.
+    adds: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def inside(self, index: Any, array: jax.Array | None = None) -> "Entry":
         """Returns the entry of one more index, of a later state of the buffer if it is given."""

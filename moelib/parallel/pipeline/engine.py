@@ -67,7 +67,7 @@ class Result(NamedTuple):
     params: Any  # Gradients of stages [chunks of all ranks, layers, ...], float32.
     outer: Any  # Gradients of parameters outside of stages, float32.
     fixed: Any  # Parameters of stages without gradient, after the last micro-batch.
-    ending: Any  # Those that `last` updates, after the last micro-batch.
+    ending: Any  # Parameters that `last` updates, after the last micro-batch.
     stages: Any  # Outputs of stages [chunks of all ranks, M, ...].
     first: Any  # Outputs [M, ...].
     last: Any  # Outputs [M, ...].
@@ -93,9 +93,9 @@ def run_pipeline(
         layout: Its stages.
         params: Parameters of stages, arrays [chunks of all ranks, layers, ...] in the order of
             `layout.rows`.
-        fixed: Those without gradient.
+        fixed: Parameters of stages without gradient.
         outer: Parameters outside of stages that have gradients.
-        ending: Those without gradient that `last` updates.
+        ending: Parameters without gradient that `last` updates.
         constants: Tree of arrays that every function gets.
         microbatches: Tree of arrays [M, ...].
         layers: Arrays of stages that are only read, as `params`; by default `layout.rows`.
@@ -183,71 +183,79 @@ class _Run:
         layers: Any,
     ) -> None:
         functions = Functions(*map(jax.jit, functions))  # Traced once for all branches.
-        self.functions, self.layout, self.ticks, self.uniform = functions, layout, ticks, uniform
-        self.params, self.outer, self.constants = params, outer, constants
-        self.microbatches, self.layers = microbatches, layers
+        self.functions = functions
+        self.layout = layout
+        self.ticks = ticks
+        self.uniform = uniform
+        self.params = params
+        self.outer = outer
+        self.constants = constants
+        self.microbatches = microbatches
+        self.layers = layers
         self.rank = lax.axis_index(AXIS)
         ranks, chunks = range(layout.num_ranks), range(layout.schedule.num_chunks)
         stages = [[layout.schedule.stage(layout.num_ranks, r, c) for c in chunks] for r in ranks]
         self.stages = jnp.array(stages)[self.rank]  # [V]
-        of = functools.partial(jax.tree.map, lambda a: a[0])
-        micro = of(microbatches)
+
+        def run_stage(params: Any, x: Any, fixed: Any, same: Any) -> Any:
+            return functions.stage(params, x, fixed, *same)
+
+        first_of = functools.partial(jax.tree.map, lambda a: a[0])
+        micro = first_of(microbatches)
         (x, _), first = jax.eval_shape(functions.first, outer, constants, micro)
-        stage = of(params), x, of(fixed), (constants, micro, of(layers))
-        run = lambda params, x, fixed, same: functions.stage(params, x, fixed, *same)
-        _, (outputs, _) = jax.eval_shape(run, *stage)
-        self.passes = split_passes(run, *stage)
+        stage = first_of(params), x, first_of(fixed), (constants, micro, first_of(layers))
+        _, (outputs, _) = jax.eval_shape(run_stage, *stage)
+        self.passes = split_passes(run_stage, *stage)
         _, (last, _) = jax.eval_shape(functions.last, outer, x, ending, constants, micro)
-        M, V = jax.tree.leaves(microbatches)[0].shape[0], layout.schedule.num_chunks
-        zeros = lambda tree, *dims, dtype=None: jax.tree.map(
-            lambda a: jnp.zeros((*dims, *a.shape), dtype or a.dtype), tree
-        )
-        self.nothing = zeros(x)
+        M = jax.tree.leaves(microbatches)[0].shape[0]
+        V = layout.schedule.num_chunks
+        self.nothing = _zeros(x)
         num_deferred = ticks.num_deferred + uniform  # One for backward passes that do not defer.
-        self._num_inputs, self._num_gradients = ticks.num_inputs, ticks.num_gradients
         self.start = _State(
-            inputs=zeros(x, V, ticks.num_inputs),
-            output_gradients=zeros(x, V, ticks.num_gradients),
+            inputs=_zeros(x, V, ticks.num_inputs),
+            output_gradients=_zeros(x, V, ticks.num_gradients),
             fixed=fixed,
             ending=ending,
-            saved=zeros(self.passes.saved, ticks.num_saved),
-            deferred=zeros(self.passes.deferred, num_deferred) if ticks.num_deferred else (),
-            gradients=zeros(params, dtype=jnp.float32),
-            outer=zeros(outer, dtype=jnp.float32),
-            stages=zeros(outputs, V, M),
-            first=zeros(first, M),
-            last=zeros(last, M),
+            saved=_zeros(self.passes.saved, ticks.num_saved),
+            deferred=_zeros(self.passes.deferred, num_deferred) if ticks.num_deferred else (),
+            gradients=_zeros(params, dtype=jnp.float32),
+            outer=_zeros(outer, dtype=jnp.float32),
+            stages=_zeros(outputs, V, M),
+            first=_zeros(first, M),
+            last=_zeros(last, M),
         )
 
     def all_ticks(self) -> Result:
         """Returns this rank's part of the result."""
         state = self._scan()
-        is_alone = self.layout.num_ranks == 1  # XLA refuses a sum over one device.
-        total = lambda tree: tree if is_alone else lax.psum(tree, AXIS)
         is_last = self.rank == (0 if self.layout.schedule.is_v else self.layout.num_ranks - 1)
         ending = jax.tree.map(lambda a: jnp.where(is_last, a, 0), state.ending)
         return Result(
             params=state.gradients,
-            outer=total(state.outer),
+            outer=self._total(state.outer),
             fixed=state.fixed,
-            ending=total(ending),
+            ending=self._total(ending),
             stages=state.stages,
-            first=total(state.first),
-            last=total(state.last),
+            first=self._total(state.first),
+            last=self._total(state.last),
         )
+
+    def _total(self, tree: Any) -> Any:
+        """Returns the sums over the ranks."""
+        # XLA refuses a sum over one device.
+        return tree if self.layout.num_ranks == 1 else lax.psum(tree, AXIS)
 
     def _scan(self) -> _State:
         n = self.layout.num_ranks
-        own = [list(map(_branch, row)) for row in self.ticks.slots]
-        branches = sorted({each for row in own for each in row})
-        distance = lambda each: (each.target - each.source) % n
-        channels = sorted({(t.forward, distance(t)) for row in self.ticks.transfers for t in row})
+        of_slots = [list(map(_branch, row)) for row in self.ticks.slots]
+        branches = sorted({each for row in of_slots for each in row})
+        channels = sorted({each.channel(n) for row in self.ticks.transfers for each in row})
         arrivals = [
-            [[t for t in row if (t.forward, distance(t)) == channel] for channel in channels]
+            [[each for each in row if each.channel(n) == channel] for channel in channels]
             for row in self.ticks.transfers
         ]
         rows = (
-            np.array([[branches.index(each) for each in row] for row in own]),
+            np.array([[branches.index(each) for each in row] for row in of_slots]),
             np.stack([_task_table(self.ticks, row) for row in self.ticks.slots]),
             np.array([[_arrivals(group, n) for group in row] for row in arrivals]),
         )
@@ -318,7 +326,11 @@ class _Run:
     def _forward(self, state: _State, task: jax.Array) -> tuple[_State, _Pass, _End]:
         """Returns the state with the stage's input, and the pass."""
         chunk, m, saved_at, _ = task
-        functions, micro, ring = self.functions, _at(self.microbatches, m), m % self._num_inputs
+        functions, micro, ring = (
+            self.functions,
+            _at(self.microbatches, m),
+            m % self.ticks.num_inputs,
+        )
 
         def first(inputs: jax.Array, kept: Any) -> Any:
             (x, _), outputs = functions.first(self.outer, self.constants, micro)
@@ -338,10 +350,12 @@ class _Run:
             )
 
             def last(output_gradients: jax.Array, total: Any, ending: Any, kept: Any) -> Any:
-                of = lambda outer, y: functions.last(outer, y, ending, self.constants, micro)
-                loss, vjp, (outputs, after) = jax.vjp(of, self.outer, y, has_aux=True)
+                def loss_of(outer: Any, y: Any) -> Any:
+                    return functions.last(outer, y, ending, self.constants, micro)
+
+                loss, vjp, (outputs, after) = jax.vjp(loss_of, self.outer, y, has_aux=True)
                 outer, dy = vjp(jnp.ones_like(loss))
-                gradients = _put(output_gradients, dy, chunk, m % self._num_gradients)
+                gradients = _put(output_gradients, dy, chunk, m % self.ticks.num_gradients)
                 return gradients, _add(total, outer), after, _put(kept, outputs, m)
 
             is_last = self.stages[chunk] == len(self.layout.sizes) - 1
@@ -357,31 +371,38 @@ class _Run:
         chunk, m, saved_at, deferred_at = task
         # Saved values are not read by the loop: XLA would copy their whole buffers.
         micro, saved = _at(self.microbatches, m), _at(state.saved, saved_at)
-        dy = _at(state.output_gradients, chunk, m % self._num_gradients), jnp.ones(())
-        run, name, into = self.passes.backward, "gradients", self._sums(state, chunk)
+        dy = _at(state.output_gradients, chunk, m % self.ticks.num_gradients), jnp.ones(())
         if defer:
-            run, name = self.passes.of_input, "deferred"
+            run = self.passes.of_input
+            name = "deferred"  # Field of the state that the pass writes.
             into = entries(state.deferred, deferred_at)
+        else:
+            run = self.passes.backward
+            name = "gradients"
+            into = self._sums(state, chunk)
 
         def end(state: _State, results: Any) -> Any:
             dx, written = results
 
             def first(total: Any) -> Any:
-                of = lambda outer: self.functions.first(outer, self.constants, micro)[0]
-                (outer,) = jax.vjp(of, self.outer)[1]((dx, jnp.ones(())))
+                def input_of(outer: Any) -> Any:
+                    return self.functions.first(outer, self.constants, micro)[0]
+
+                (outer,) = jax.vjp(input_of, self.outer)[1]((dx, jnp.ones(())))
                 return (_add(total, outer),)
 
             state = state._replace(**{name: written})
             return self._if(self.stages[chunk] == 0, first, state, "outer"), dx
 
-        given = entries(self.params, chunk), self._same(chunk, m), saved, dy
-        return functools.partial(run, *given, into), end
+        params, same = entries(self.params, chunk), self._same(chunk, m)
+        return functools.partial(run, params, same, saved, dy, into), end
 
     def _weights(self, state: _State, task: jax.Array) -> _State:
         chunk, m, _, deferred_at = task
-        given = self._same(chunk, m), _at(state.deferred, deferred_at)
-        params, into = entries(self.params, chunk), self._sums(state, chunk)
-        return state._replace(gradients=self.passes.of_weights(params, *given, into)[1])
+        params, same = entries(self.params, chunk), self._same(chunk, m)
+        deferred = _at(state.deferred, deferred_at)
+        _, sums = self.passes.of_weights(params, same, deferred, self._sums(state, chunk))
+        return state._replace(gradients=sums)
 
     def _sums(self, state: _State, chunk: Any) -> Any:
         return entries(state.gradients, chunk, adds=True)
@@ -390,15 +411,17 @@ class _Run:
         self, state: _State, sent: Any, forward: bool, distance: int, table: jax.Array
     ) -> _State:
         """Returns the state after results went to ranks at a distance, as `_arrivals` tells."""
-        x, n = sent[0] if forward else sent[1], self.layout.num_ranks
+        n = self.layout.num_ranks
+        if forward:
+            x, name, length = sent[0], "inputs", self.ticks.num_inputs
+        else:
+            x, name, length = sent[1], "output_gradients", self.ticks.num_gradients
         if distance:
             x = lax.ppermute(x, AXIS, [(rank, (rank + distance) % n) for rank in range(n)])
         arrives, chunk, m = table[self.rank]
-        name = "inputs" if forward else "output_gradients"
-        buffer = getattr(state, name)
-        place = chunk, m % (self._num_inputs if forward else self._num_gradients)
-        x = jnp.where(arrives > 0, x, _at(buffer, *place))
-        return state._replace(**{name: _put(buffer, x, *place)})
+        buffer, index = getattr(state, name), (chunk, m % length)
+        x = jnp.where(arrives > 0, x, _at(buffer, *index))
+        return state._replace(**{name: _put(buffer, x, *index)})
 
 
 def _select(condition: Any, new: Any, old: Any) -> Any:
@@ -426,6 +449,11 @@ def _arrivals(transfers: Sequence[Transfer], num_ranks: int) -> np.ndarray:
     for each in transfers:
         table[each.target] = 1, each.chunk, each.microbatch
     return table
+
+
+def _zeros(tree: Any, *dims: int, dtype: Any = None) -> Any:
+    """Returns zeros of the shapes of a tree, with leading dimensions."""
+    return jax.tree.map(lambda a: jnp.zeros((*dims, *a.shape), dtype or a.dtype), tree)
 
 
 def _at(tree: Any, *index: Any) -> Any:

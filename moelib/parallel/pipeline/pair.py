@@ -15,7 +15,7 @@ from jax.extend.core import Literal, jaxpr_as_fun
 
 from moelib.core.jaxpr import bind, inlined, num_consts_and_carries
 
-SCOPES = "first_of_pair", "second_of_pair"  # In the names of operations.
+SCOPES = "first_of_pair", "second_of_pair"  # Scopes in the names of operations.
 
 
 def in_one_loop(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:

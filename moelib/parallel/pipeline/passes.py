@@ -75,7 +75,9 @@ def split_passes(fn: Callable[..., Any], params: Any, x: Any, others: Any, same:
     """
 
     def passes(params: Any, same: Any, gradients: Any, x: Any, others: Any) -> Any:
-        run = lambda params, x: fn(params, x, others, same)
+        def run(params: Any, x: Any) -> Any:
+            return fn(params, x, others, same)
+
         results, vjp, auxiliary = jax.vjp(run, params, x, has_aux=True)
         return *vjp(gradients), (results, auxiliary)
 
@@ -105,16 +107,19 @@ def split_passes(fn: Callable[..., Any], params: Any, x: Any, others: Any, same:
         params=in_every_pass,
     )
     function = functools.partial(_function, constants)
-    struct = lambda v: jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
     before = params, same, parts.saved, gradients
     return Passes(
         function(parts.first, (params, x, others, same), results, parts.saved),
         function(parts.second, before, of_x, of_params),
         function(later.first, before, of_x, later.saved),
         function(later.second, (params, same, later.saved), (), of_params),
-        list(map(struct, parts.saved)),
-        list(map(struct, later.saved)),
+        list(map(_struct, parts.saved)),
+        list(map(_struct, later.saved)),
     )
+
+
+def _struct(variable: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype)
 
 
 def _check_effects(closed: Any) -> None:
@@ -296,7 +301,7 @@ class _BodySplit:
 
     Attributes:
         first_results: Indices of the results that the first part computes, carries included.
-        second_results: Those that the second part computes.
+        second_results: Indices of the results that the second part computes.
     """
 
     def __init__(
@@ -304,8 +309,8 @@ class _BodySplit:
     ) -> None:
         self._body = body
         self._operations = operations_of(body.jaxpr)
-        is_of_params = lambda v: isinstance(v, Literal) or v in of_params
-        self._params = {v for v in [*body.consts, *body.xs] if is_of_params(body.operands[v])}
+        operands = {v: body.operands[v] for v in [*body.consts, *body.xs]}
+        self._params = {v for v, x in operands.items() if isinstance(x, Literal) or x in of_params}
         self.first_results = first_results
         first = self._first_part(wanted)
         self.second_results = wanted - first_results

@@ -24,9 +24,7 @@ class Schedule(enum.Enum):
     GPIPE = "gpipe"  # All forward, then all backward. Huang et al., arXiv:1811.06965.
     ONE_F_ONE_B = "1f1b"  # Pairs of a forward and a backward. Narayanan et al., arXiv:2006.09503.
     INTERLEAVED = "interleaved"  # 1F1B with two chunks per rank. arXiv:2104.04473, section 2.2.
-    ZB_H1 = (
-        "zb-h1"  # One by one, idle time filled by weight gradients. Qi et al., arXiv:2401.10241.
-    )
+    ZB_H1 = "zb-h1"  # 1F1B, idle time filled by weight gradients. Qi et al., arXiv:2401.10241.
     ZB_V = "zb-v"  # Two chunks in a V, minimal idle time. Qi et al., arXiv:2405.15362.
     DUALPIPE_V = "dualpipe-v"  # Pairs of a forward and a backward. DeepSeek-V3, arXiv:2412.19437.
 
@@ -166,9 +164,13 @@ def _zb_h1(num_ranks: int, rank: int, num: int) -> Iterator[Slot]:
 
 def _interleaved(num_ranks: int, rank: int, num: int) -> Iterator[Slot]:
     own, ahead = _Rank(), 2 * (num_ranks - rank - 1) + num_ranks + 1
-    chunk = lambda i: i // num_ranks % 2  # Groups of as many micro-batches as ranks.
-    forward, backward = (lambda i: own.forward(chunk(i))), (lambda i: own.backward(1 - chunk(i)))
-    yield from _pairs(2 * num, ahead, forward, backward)
+
+    def chunk(i: int) -> int:
+        return i // num_ranks % 2  # Groups of as many micro-batches as ranks.
+
+    yield from _pairs(
+        2 * num, ahead, lambda i: own.forward(chunk(i)), lambda i: own.backward(1 - chunk(i))
+    )
 
 
 def _pairs(
@@ -224,8 +226,10 @@ def _zb_v_of_all(num_ranks: int, num: int) -> tuple[tuple[Slot, ...], ...]:
     until their weight gradients. Of all orders of preference this one is the fastest.
     """
     preferred = ((True, 1), (True, 0), (False, 0), (False, 1))  # (is forward, chunk)
-    ranks, out = [_Rank() for _ in range(num_ranks)], [list[Slot]() for _ in range(num_ranks)]
-    held, end = [0] * num_ranks, dict[tuple[bool, int, int], int]()  # By pass and stage.
+    ranks = [_Rank() for _ in range(num_ranks)]
+    out = [list[Slot]() for _ in range(num_ranks)]
+    held = [0] * num_ranks  # Activations that each rank holds.
+    end = dict[tuple[bool, int, int], int]()  # {(is forward, stage, micro-batch): tick}.
     stage = functools.partial(Schedule.ZB_V.stage, num_ranks)
 
     def is_possible(rank: int, tick: int, forward: bool, chunk: int) -> bool:

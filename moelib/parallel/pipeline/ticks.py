@@ -17,8 +17,12 @@ class Transfer(NamedTuple):
     forward: bool  # Whether it is an activation.
     source: int  # Rank.
     target: int  # Rank.
-    chunk: int  # Of the target.
+    chunk: int  # The target's chunk.
     microbatch: int
+
+    def channel(self, num_ranks: int) -> tuple[bool, int]:
+        """Returns (whether it is an activation, number of ranks from the source to the target)."""
+        return self.forward, (self.target - self.source) % num_ranks
 
 
 class Ticks(NamedTuple):
@@ -32,8 +36,8 @@ class Ticks(NamedTuple):
     transfers: tuple[tuple[Transfer, ...], ...]  # After each tick.
     num_inputs: int  # Activations per chunk, from their arrival to the forward pass.
     num_gradients: int  # Gradients per chunk, from their arrival to the gradient of inputs.
-    saved: "Indices"  # Of values kept from the forward pass to the gradient of inputs.
-    deferred: "Indices"  # Of values kept until the weight gradient.
+    saved: "Indices"  # Indices of values kept from the forward pass to the gradient of inputs.
+    deferred: "Indices"  # Indices of values kept until the weight gradient.
 
     @property
     def num_saved(self) -> int:
@@ -46,7 +50,7 @@ class Ticks(NamedTuple):
         return max(self.deferred.values(), default=-1) + 1
 
 
-Indices = dict[tuple[int, int, int], int]  # By (rank, chunk, micro-batch).
+Indices = dict[tuple[int, int, int], int]  # {(rank, chunk, micro-batch): index in a buffer}.
 
 
 @functools.cache
@@ -68,13 +72,14 @@ def ticks_of(schedule: Schedule, num_ranks: int, num_microbatches: int) -> Ticks
     ended: dict[Key, int] = {}
     weights: dict[tuple[int, int], int] = {}  # Ticks of weight gradients of (stage, micro-batch).
     rows: list[list[Slot]] = []
+
+    def is_ready(rank: int, slot: Slot) -> bool:
+        """Returns whether all inputs of a slot are there in the next tick."""
+        inputs = (inputs_of(schedule, num_ranks, stage(rank, t.chunk), t) for t in slot)
+        return all(ended.get(key, len(rows)) < len(rows) for key in itertools.chain(*inputs))
+
     while any(todo):
         now = len(rows)
-        is_ready = lambda rank, slot, now=now: all(
-            ended.get(key, now) < now
-            for task in slot
-            for key in inputs_of(schedule, num_ranks, stage(rank, task.chunk), task)
-        )
         row = [w.pop(0) if w and is_ready(r, w[0]) else () for r, w in enumerate(todo)]
         for rank, task in [(rank, task) for rank, slot in enumerate(row) for task in slot]:
             of = stage(rank, task.chunk)
@@ -85,15 +90,19 @@ def ticks_of(schedule: Schedule, num_ranks: int, num_microbatches: int) -> Ticks
         assert any(row), "deadlock"
         rows.append(row)
     sent: list[list[Transfer]] = [[] for _ in rows]
-    arrival = dict[Key, int]()  # Ticks from which on inputs and gradients of a stage are there.
-    for (forward, of, m), made in ended.items():
+    arrival = dict[Key, int]()  # First ticks in which inputs and gradients of a stage are there.
+    for (forward, of, m), end in ended.items():
         user = forward, of + (1 if forward else -1), m
         if user[1] in place:
             (source, _), (target, chunk) = place[of], place[user[1]]
-            sent[made].append(Transfer(forward, source, target, chunk, m))
-            arrival[user] = made + 1
+            sent[end].append(Transfer(forward, source, target, chunk, m))
+            arrival[user] = end + 1
     keys = [key for key in ended if not key[0]]
-    at_forward = lambda key: ended[True, key[1], key[2]]
+
+    def at_forward(key: Key) -> int:
+        """Returns the tick of the forward pass of a backward pass."""
+        return ended[True, key[1], key[2]]
+
     ring = functools.partial(_ring_size, keys)
     return Ticks(
         slots=tuple(map(tuple, rows)),

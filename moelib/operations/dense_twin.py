@@ -10,7 +10,7 @@ from moelib.layers.activation import Activation
 from moelib.layers.feed_forward import FeedForward
 from moelib.layers.moe.layer import MoELayer
 
-MULTIPLE = 8  # Of hidden sizes, so that they divide over devices.
+MULTIPLE = 8  # Divides hidden sizes, so that devices can share them.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from moelib.core.errors import UserError
 from moelib.layers.feed_forward import FeedForward
 from moelib.layers.moe.layer import MoELayer
 from moelib.models.cost import model_cost
-from moelib.models.dense_twin import dense_twin
+from moelib.operations.dense_twin import dense_twin
 from tests.experiments.test_named_configs import CONFIGS
 
 
