@@ -19,7 +19,7 @@ from moelib.data.batches.input import Input
 from moelib.parallel.mesh import describe_mesh
 from moelib.runs.folder import EVENTS_FILE, RunFolder
 from moelib.runtime import storage
-from moelib.runtime.processes import gather_json
+from moelib.runtime.processes import agreed, gather_json
 from moelib.runtime.storage import read_text
 from moelib.runtime.versions import library_versions
 
@@ -108,7 +108,7 @@ def check_processes(cfg: Any) -> None:
 
 def check_inputs(name: str, opened: Input) -> None:
     """Raises UserError on all processes if the data of an input differ between them."""
-    found = tree.by_path(opened.identity).items()
+    found = agreed(lambda: tree.by_path(opened.identity)).items()
     values = {f"{name}/{path}".replace("/", "."): value for path, value in found}
     _check_equal(values, "give all processes of a job the same data")
 

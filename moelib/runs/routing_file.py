@@ -252,3 +252,15 @@ class RoutingLog:
                     f"({', '.join(AXES[field])})"
                 )
         return found
+
+
+def discard_after(run: str, step: int) -> None:
+    """Empties a run's logs of later steps, which it reaches again once it resumes from `step`.
+
+    Those that `moelib analyze` wrote of other data, or of a run that writes none, are emptied too:
+    after a rewind, a checkpoint of the same step may have other parameters.
+    """
+    for data in list_data(run):
+        for later in list_logs(run, data):
+            if later > step:
+                clear_log(log_folder(run, data, later))

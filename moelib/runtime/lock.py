@@ -209,7 +209,8 @@ def _leases(directory: str) -> list[int]:
     """Returns the numbers of the leases of a folder."""
     with contextlib.suppress(FileNotFoundError):
         names = storage.list_names(directory)
-        return [int(x.removeprefix(_LEASE)) for x in names if x.startswith(_LEASE)]
+        numbers = [x.removeprefix(_LEASE) for x in names if x.startswith(_LEASE)]
+        return [int(x) for x in numbers if x.isdecimal()]
     return []
 
 

@@ -24,7 +24,7 @@ class FitResult:
     metrics: Scalars
     evaluations: dict[str, Scalars]  # Latest metrics of each evaler, by the name of the evaler.
     trainer_dir: str  # Folder of the run, with its config, checkpoints and metrics.
-    # Reason for stopping before `max_step`: "SIGTERM", "SIGINT" or "end of input".
+    # Reason for stopping before `max_step`: "SIGTERM", "SIGINT", "end of input" or a watcher's.
     stopped_by: str | None = None
     params: Any = None  # Trained parameters of a task, in its own tree; None for other models.
     # Step of the checkpoint with the best `checkpointer.best_metric`; None without such a metric.

@@ -41,8 +41,8 @@ class EvaluationData:
 
     @functools.cached_property
     def input(self) -> Input:
-        """The input, opened on first use by all processes."""
-        opened = self._config.instantiate()
+        """The input, opened on first use, which all processes must do together."""
+        opened = agreed(self._config.instantiate)
         check_inputs(self._name, opened)
         return opened
 
@@ -98,7 +98,7 @@ class SpmdEvaler(Module):
             ValueError: If the mesh does not divide the batch, or the input cannot be opened.
         """
         self._data.share(mesh)
-        agreed(lambda: self._data.input)
+        _ = self._data.input
 
     def try_out(self, params: Any, mesh: jax.sharding.Mesh) -> None:
         """Runs what may fail, before the first step; to be called inside `jax.set_mesh(mesh)`."""

@@ -15,8 +15,14 @@ class NonFiniteError(BadStepError, FloatingPointError):
     """A step whose loss or parameters are not finite."""
 
 
+_CURE = (
+    "Lower the learning rate, set learner.skip to skip such steps, or add BadSteps to watchers to "
+    "take them again"
+)
+
+
 def non_finite_error(
-    step: int, scalars: Scalars, checkpointer: Checkpointer | None, cure: str
+    step: int, scalars: Scalars, checkpointer: Checkpointer | None, cure: str = _CURE
 ) -> NonFiniteError:
     """Returns the error that names the step, the checkpoint to go back to, and a cure."""
     reason = f"the loss is {scalars['objective']}"

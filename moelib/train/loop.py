@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ import jax
 from moelib.checkpoint.checkpointer import CheckpointSaveError
 from moelib.core.errors import UserError, first_line
 from moelib.core.metrics import Scalars
-from moelib.data.batches.input import BatchIterator, Input
+from moelib.data.batches.input import BatchIterator
 from moelib.data.batches.prefetch import Prefetcher, host_rows, put_batch
 from moelib.data.batches.skip_batches import SKIPPED, SkippingBatches
 from moelib.runs.identity import check_inputs
@@ -33,16 +33,9 @@ from moelib.train.interval import LogInterval
 from moelib.train.metrics import NON_FINITE, PackedMetrics, unpack
 from moelib.train.signals import StopRequest, ended_by_sigterm
 from moelib.train.trained import Trained
-from moelib.train.watcher import Activity
+from moelib.train.watcher import Activity, Watcher
 
 logger = logging.getLogger(__name__)
-
-
-# What to do about a loss that is not finite, for a run that stops at it.
-_NON_FINITE_CURE = (
-    "Lower the learning rate, set learner.skip to skip such steps, or add BadSteps to watchers to "
-    "take them again"
-)
 
 
 class _WorkStopped(Exception):  # noqa: N818 (not an error)
@@ -199,18 +192,19 @@ class TrainLoop:
         sharding, batch_size = trainer.batch_sharding, cfg.input.global_batch_size
         position = trainer.input_state
 
-        def read() -> tuple[Input, BatchIterator]:
-            opened = trainer.input
-            check_inputs("input", opened)
+        opened = agreed(lambda: trainer.input)
+        check_inputs("input", opened)
+
+        def read() -> BatchIterator:
             batches = opened.iterator(host_rows(sharding, batch_size))
             self._can_skip = batches.can_seek
             if ranges:
                 batches = SkippingBatches(batches, ranges)
             if position is not None:
                 batches.restore(position)
-            return opened, batches
+            return batches
 
-        opened, batches = agreed(read)
+        batches = agreed(read)
         if ranges != (position or {}).get(SKIPPED, ranges[:0]):
             self.note("skipped_ranges", step=self.step, ranges=ranges)
         on_process_0(trainer.save_tokenizer)
@@ -275,9 +269,11 @@ class TrainLoop:
         self._interval.step_done(scalars)
         try:
             for watcher in self._watchers:
-                scalars = watcher.step_done(step, scalars)
+                if (added := watcher.step_done(step, scalars)) is not scalars:
+                    scalars = _checked(watcher, added, scalars)
             if scalars[NON_FINITE] and self.config.stop_on_nan:
-                raise non_finite_error(step, scalars, self.checkpointer, _NON_FINITE_CURE)
+                jax.block_until_ready(self.state())  # Else its collectives meet those of the error.
+                raise non_finite_error(step, scalars, self.checkpointer)
         except Exception:
             self._log(step, scalars)
             raise
@@ -346,7 +342,8 @@ class TrainLoop:
                 self.print(f"step {step}  {name}: {report.evaluation_text(scalars)}")
         self._summaries = found
         for watcher in self._watchers if found else ():
-            watcher.evaluated(step, found)
+            with contextlib.suppress(_WorkStopped):
+                watcher.evaluated(step, found)
         return found
 
     def _save(self, summaries: Scalars, *, local: bool = False) -> None:
@@ -359,7 +356,8 @@ class TrainLoop:
             return
         if not local:
             for watcher in self._watchers:
-                watcher.before_save(step)
+                with contextlib.suppress(_WorkStopped):
+                    watcher.before_save(step)
             self._evaluations.check_best_metric(summaries)
         begin = time.perf_counter()
         with self._throughput.spent_on("checkpoint"):
@@ -407,3 +405,13 @@ class TrainLoop:
         if health := report.expert_health(interval.last):
             rows += [(), *health]
         return Table(self.config.dir, ("", ""), rows)
+
+
+def _checked(watcher: Watcher, scalars: Any, before: Scalars) -> Scalars:
+    """Returns the metrics that a watcher returned. Raises UserError if it dropped some."""
+    if not isinstance(scalars, Mapping) or not before.keys() <= scalars.keys():
+        raise UserError(
+            f"{watcher.path}: step_done of {type(watcher).__qualname__} must return all metrics "
+            "that it is given, with its own added."
+        )
+    return dict(scalars)

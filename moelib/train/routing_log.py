@@ -36,13 +36,11 @@ from moelib.runs.routing_file import (
     RoutingHeader,
     RoutingLog,
     clear_log,
-    list_data,
-    list_logs,
     log_folder,
     write_header,
     write_part,
 )
-from moelib.runtime.processes import agreed, gather_json, on_process_0
+from moelib.runtime.processes import gather_json, on_process_0
 from moelib.train.evaler import EvaluationData
 from moelib.train.settings import completed, fill
 from moelib.train.watcher import Watcher
@@ -94,18 +92,18 @@ class RoutingEvaler(Watcher):
         is_layer = isinstance(model, BaseLayer)
         if not is_layer or not any(isinstance(x, MoELayer) for x, _ in model.walk()):
             raise UserError(
-                f"routing_log: the model, {type(model).__qualname__}, has no MoELayer, and so no "
-                "routing; remove the routing log from watchers."
+                f"{self.path}: the model, {type(model).__qualname__}, has no MoELayer, and so no "
+                "routing; remove this watcher."
             )
         if cfg.evaler not in trainer_config.evalers:
             raise UserError(
-                f"routing_log.evaler={cfg.evaler!r} is no evaler, whose input it could read; "
+                f"{self.path}.evaler={cfg.evaler!r}: evalers has none of this name; "
                 + did_you_mean(cfg.evaler, trainer_config.evalers)
             )
         self._policy = cfg.eval_policy.instantiate()
         self.model, self._trainer, self._digest = model, trainer_config, digest
         self._input_config = trainer_config.evalers[cfg.evaler].input
-        self._data = EvaluationData("routing_log.input", self._input_config)
+        self._data = EvaluationData(f"evalers.{cfg.evaler}.input", self._input_config)
         self._sizes: dict[str, LayerSizes] = {}  # By layer; known once the program is traced.
         self._compiled: Callable[..., Any] | None = None
 
@@ -119,7 +117,7 @@ class RoutingEvaler(Watcher):
 
     def started(self) -> None:
         """Opens the input, and makes up for a log that the stopped run had no time for."""
-        agreed(lambda: self._data.input)
+        _ = self._data.input
         if self.run.restored is not None:
             self._log(self.run.step, unless_complete=True)
 
@@ -235,8 +233,8 @@ class RoutingEvaler(Watcher):
         """Returns the tokens of a batch and the routing of all layers, by the names of arrays."""
         if "input_ids" not in batch:
             raise UserError(
-                f"routing_log: batches of evalers.{self.config.evaler} have no input_ids, only "
-                f"{', '.join(batch)}; remove the routing log from watchers."
+                f"{self.path}: batches of evalers.{self.config.evaler} have no input_ids, only "
+                f"{', '.join(batch)}; remove this watcher."
             )
         specs = self.model.create_parameter_specs_recursively()
         params = precision.cast_parameters(params, specs, self._trainer.train_dtype)
@@ -246,8 +244,8 @@ class RoutingEvaler(Watcher):
         layers = dict(_by_layer(self.model, outputs.module_outputs))
         if not layers:
             raise UserError(
-                "routing_log: no MoE layer outputs its routing; call MoELayer.forward in your own "
-                "layer, or remove the routing log from watchers."
+                f"{self.path}: no MoE layer outputs its routing; call MoELayer.forward in your own "
+                "layer, or remove this watcher."
             )
         masks, arrays = [], {"input_ids": batch["input_ids"]}
         for name in sorted(layers, key=_natural):
@@ -325,22 +323,6 @@ def _by_layer(
             yield from _by_layer(child, value, (*path, name))
         for i, copy in enumerate(copies or ()):
             yield from _by_layer(child, jax.tree.map(lambda x, i=i: x[i], value), (*path, copy))
-
-
-def discard_after(run: str, step: int) -> None:
-    """Empties a run's logs of later steps, which it reaches again once it resumes from `step`.
-
-    Those that `moelib analyze` wrote of other data, or of a run that writes none, are emptied too:
-    after a rewind, a checkpoint of the same step may have other parameters.
-    """
-
-    def discard() -> None:
-        for data in list_data(run):
-            for later in list_logs(run, data):
-                if later > step:
-                    clear_log(log_folder(run, data, later))
-
-    on_process_0(discard)
 
 
 def is_complete(folder: str, num_batches: int | None = None) -> bool:

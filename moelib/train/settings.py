@@ -164,6 +164,10 @@ def watchers_of(cfg: Any) -> dict[str, Watcher.Config]:
     }
     if cfg.log_gradient_noise:
         found["gradient_noise"] = NoiseScale.default_config()
+    if taken := found.keys() & cfg.watchers.keys():
+        raise UserError(
+            f"watchers.{min(taken)}: the trainer has a watcher of this name; choose another name."
+        )
     return found | cfg.watchers
 
 

@@ -24,7 +24,7 @@ from moelib.core.config import (
     config_class,
     maybe_instantiate,
 )
-from moelib.core.config_types import NonNegativeInt, PositiveInt
+from moelib.core.config_types import NonNegativeInt, PositiveFloat, PositiveInt
 from moelib.core.errors import UserError
 from moelib.core.module import Module
 from moelib.data.batches.input import Input
@@ -50,6 +50,7 @@ from moelib.runs.folder import RunFolder
 from moelib.runs.identity import check_directory, check_processes
 from moelib.runs.input_state import gather_input_state, input_state_of
 from moelib.runs.model_files import check_tokenizers, save_tokenizer
+from moelib.runs.routing_file import discard_after
 from moelib.runs.summary_writer import SummaryWriter
 from moelib.runtime.distributed import check_job
 from moelib.runtime.processes import agreed, on_process_0
@@ -62,7 +63,6 @@ from moelib.train.loop import TrainLoop
 from moelib.train.memory import check_memory
 from moelib.train.pipeline import PipelineConfig
 from moelib.train.readable import check_readable
-from moelib.train.routing_log import discard_after
 from moelib.train.settings import (
     check_batch,
     check_config,
@@ -144,7 +144,7 @@ class SpmdTrainer(Module):
         accept_changes: Sequence[str] | None = None
         # Step whose checkpoint the run resumes from, once; later ones are moved aside. None resumes
         # from the newest.
-        rewind_to: int | None = None
+        rewind_to: NonNegativeInt | None = None
         # Ranges "first:stop" of batches, counted from 0, that are never trained on. A run keeps
         # them once its data have passed. None skips no batch.
         skip_batches: Sequence[str] | None = None
@@ -163,14 +163,14 @@ class SpmdTrainer(Module):
         # called: BadSteps, DeviceCheck, RoutingEvaler, and your own (docs/extend_a_run.md).
         watchers: dict[str, Watcher.Config] = {}
         # Seconds without a step before the stacks of all threads are printed; None prints nothing.
-        watchdog_timeout_seconds: float | None = 1800.0
+        watchdog_timeout_seconds: PositiveFloat | None = 1800.0
         # Seconds without a step before the process exits; None never exits.
-        crash_on_hang_timeout_seconds: float | None = None
+        crash_on_hang_timeout_seconds: PositiveFloat | None = None
         # Whether steps estimate the gradient-noise scale, from the gradients of micro-batches, of
         # which there must be two or more. False adds nothing to a step.
         log_gradient_noise: bool = False
-        start_trace_steps: Sequence[int] = ()  # Steps before which a profiler trace starts.
-        num_trace_steps: int = 3  # Steps per trace.
+        start_trace_steps: Sequence[PositiveInt] = ()  # Steps before which a profiler trace starts.
+        num_trace_steps: PositiveInt = 3  # Steps per trace.
 
     def __init__(
         self, cfg: Any, *, parent: Module | None, devices: Sequence[Any] | None = None
@@ -232,7 +232,8 @@ class SpmdTrainer(Module):
         self.watchers: Mapping[str, Watcher] = {
             name: watcher.instantiate() for name, watcher in watchers_of(cfg).items()
         }
-        for watcher in self.watchers.values():
+        for name, watcher in self.watchers.items():
+            watcher.path = f"watchers.{name}"
             watcher.prepare(self)
 
     def mesh(self) -> jax.sharding.Mesh:
@@ -504,8 +505,8 @@ class SpmdTrainer(Module):
         Returns:
             `loss` of the last step (nats per token; None if no step was taken), `aux` with its
             metrics by name, `evaler_summaries` with the latest metrics of each evaler by name,
-            `step` with the number of steps taken, and `stopped_by` (None, "SIGTERM", "SIGINT" or
-            "end of input").
+            `step` with the number of steps taken, and `stopped_by` (None, "SIGTERM", "SIGINT",
+            "end of input", or the reason of a watcher).
 
         Raises:
             UserError: If the processes have different configs or numbers of devices, or are not
@@ -583,7 +584,7 @@ class SpmdTrainer(Module):
                 agreed(lambda: self._check_directory(restored.record))
         if self.config.checkpointer is not None and self.checkpointer.local is not None:
             self.checkpointer.local.delete_after(self.step)
-        discard_after(cfg.dir, self.step)
+        on_process_0(lambda: discard_after(cfg.dir, self.step))
         self.restore_seconds = time.perf_counter() - begin
 
     def _take_steps(self, prng_key: jax.Array | int | None) -> dict[str, Any]:

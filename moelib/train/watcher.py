@@ -114,6 +114,7 @@ class Watcher(Configurable):
             """Sets unset fields that follow from a `SpmdTrainer.Config`, here or there."""
 
     watches_experts: ClassVar[bool] = False  # Whether it needs a model with MoE layers.
+    path: str = "watchers"  # Path of its config, for errors; set before `prepare`.
     run: Run
 
     def prepare(self, trainer: Any) -> None:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from moelib.core.config import config_class
+from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.runs.folder import RunFolder
 from moelib.train.watcher import Watcher
@@ -17,16 +18,18 @@ class StopWhenWorse(Watcher):
 
     @config_class
     class Config(Watcher.Config):
-        metric: str = "validation/loss"
+        metric: str = "val/loss"
         patience: int = 2  # Evaluations.
 
     def started(self) -> None:
         self.best, self.since = float("inf"), 0
 
     def evaluated(self, step: int, scalars: Scalars) -> None:
-        value = scalars.get(self.config.metric, self.best)
-        self.since = 0 if value < self.best else self.since + 1
-        self.best = min(value, self.best)
+        if self.config.metric not in scalars:  # Its evaler is not due.
+            return
+        value, self.since = scalars[self.config.metric], self.since + 1
+        if value < self.best:
+            self.best, self.since = value, 0
         if self.since == self.config.patience:
             self.run.stop(f"{self.config.metric} is not below {self.best:.4f}")
 
@@ -71,7 +74,7 @@ def test_a_run_stops_when_its_validation_loss_rises(tmp_path):
     cfg.evalers["val"].eval_policy.set(n=1)
     cfg.learner.optimizer.learning_rate = 30.0  # Diverges.
     # --8<-- [start:config]
-    cfg.watchers["stop_when_worse"] = StopWhenWorse.default_config().set(metric="val/loss")
+    cfg.watchers["stop_when_worse"] = StopWhenWorse.default_config().set(patience=3)
     # --8<-- [end:config]
     trainer = cfg.instantiate(parent=None)
     result = trainer.run()
@@ -93,6 +96,34 @@ def test_watchers_are_called_at_their_moments_and_add_metrics_and_rows(tmp_path,
     assert f"calls {len(calls)}" in " ".join(capsys.readouterr().out.split())
     line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-2])
     assert line["twice_the_loss"] == pytest.approx(2 * line["loss"])
+
+
+def test_an_evaluation_without_the_metric_does_not_count(tmp_path):
+    watcher = StopWhenWorse.default_config().set(patience=1).instantiate()
+    watcher.started()
+    for scalars in ({"val/loss": 2.0}, {"other/loss": 3.0}, {"val/loss": 1.0}):
+        watcher.evaluated(1, scalars)  # `run.stop` would fail: there is no run.
+
+
+@pytest.mark.parametrize("returned", [None, {}])
+def test_a_watcher_that_drops_metrics_is_named(tmp_path, returned):
+    class Dropping(Watcher):
+        def step_done(self, step, scalars):
+            return returned
+
+    cfg = tiny.trainer_config(tmp_path, max_step=4, evaler=False).set(checkpointer=None)
+    trainer = cfg.instantiate(parent=None)
+    trainer.watchers = {**trainer.watchers, "own": Dropping.default_config().instantiate()}
+    with pytest.raises(UserError, match="Dropping must return all metrics"):
+        trainer.run()
+
+
+@pytest.mark.parametrize("name", ["goodput", "watchdog", "profiler"])
+def test_a_name_of_a_built_in_watcher_is_refused(tmp_path, name):
+    cfg = tiny.trainer_config(tmp_path)
+    cfg.watchers[name] = Recorder.default_config()
+    with pytest.raises(UserError, match=f"watchers.{name}"):
+        cfg.instantiate(parent=None)
 
 
 def test_an_error_of_a_watcher_ends_the_run_with_its_metrics_logged(tmp_path):

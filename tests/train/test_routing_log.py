@@ -15,9 +15,9 @@ from moelib.core.errors import UserError
 from moelib.core.module import functional
 from moelib.layers.moe.router import Router
 from moelib.parallel.mesh import mesh_shape_from_axes
-from moelib.runs.routing_file import RoutingLog, list_logs, log_folder
+from moelib.runs.routing_file import RoutingLog, discard_after, list_logs, log_folder
 from moelib.train import routing_log
-from moelib.train.routing_log import RoutingEvaler, RoutingLogError, discard_after
+from moelib.train.routing_log import RoutingEvaler, RoutingLogError
 from tests import tiny
 
 LAYERS = [f"decoder/layer{i}/feed_forward" for i in range(2)]

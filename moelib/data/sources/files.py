@@ -131,18 +131,21 @@ def _size_and_time(path: str) -> tuple[int, int]:
     return info.st_size, info.st_mtime_ns
 
 
+def files_of(part: Part) -> list[FileStamp]:
+    """Returns the stamps of the files that a part is read from."""
+    values = [getattr(part, field.name) for field in dataclasses.fields(part)]
+    files = [file for x in values for file in (x if isinstance(x, tuple) else (x,))]
+    return [file for file in files if isinstance(file, FileStamp)]
+
+
 def check_unchanged(part: Part) -> None:
     """Raises UserError if a file of a part differs in size or time from that of its listing."""
-    for field in dataclasses.fields(part):
-        value = getattr(part, field.name)
-        for file in value if isinstance(value, tuple) else (value,):
-            if not isinstance(file, FileStamp):
-                continue
-            if _size_and_time(file.path) != (file.num_bytes, file.modified_ns):
-                raise UserError(
-                    f"{file.path} was written to while it was read; run the same command again "
-                    "once the file is complete."
-                )
+    for file in files_of(part):
+        if _size_and_time(file.path) != (file.num_bytes, file.modified_ns):
+            raise UserError(
+                f"{file.path} was written to while it was read; run the same command again once "
+                "the file is complete."
+            )
 
 
 def part_size(files: Sequence[FileStamp]) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from moelib.core.errors import ExistingFileError, UserError
-from moelib.data.sources.files import STORE_MARK
+from moelib.data.sources.files import STORE_MARK, files_of
 from moelib.data.sources.source import BadRecords, Part, Source, fingerprint
 from moelib.data.tokens import token_store
 from moelib.data.tokens.prepare_part import (
@@ -116,6 +116,13 @@ def prepare(
     if os.path.exists(output_dir):
         _check_finished(output_dir, plan, skip_bad_records)
         _log(f"{output_dir} is prepared already.")
+        made = os.stat(os.path.join(output_dir, STORE_MARK)).st_mtime_ns
+        later = [x.path for part in parts for x in files_of(part) if x.modified_ns > made]
+        if later:
+            _log(
+                f"{len(later)} files, such as {later[0]}, were modified since; delete the folder "
+                "to prepare it again if their text has changed."
+            )
     else:
         folder = output_dir + ".partial"
         with directory_lock(folder, setting="output_dir (--output)"):

@@ -78,8 +78,8 @@ class BadSteps(Watcher):
         rewinds = "rewind" in (self.config.non_finite, self.config.spike)
         if trainer.config.checkpointer is None and rewinds:
             raise UserError(
-                "bad_steps is set, but checkpointer is None; set it, or remove bad_steps from "
-                "watchers."
+                f"{self.path} goes back to checkpoints, but checkpointer is None; set it, or "
+                "remove this watcher."
             )
 
     def started(self) -> None:
@@ -107,7 +107,7 @@ class BadSteps(Watcher):
         if event["action"] != "stop":
             raise GoBack("bad step", durable=event["action"] == "skip_batches")
         if scalars[NON_FINITE]:
-            cure = f"Raise bad_steps.max_rewinds={self.config.max_rewinds}, or lower"
+            cure = f"Raise {self.path}.max_rewinds={self.config.max_rewinds}, or lower"
             raise non_finite_error(step, scalars, run.checkpointer, f"{cure} the learning rate")
         raise BadStepError(f"{describe(event)}. {last_good(run.checkpointer)}")
 
@@ -172,7 +172,7 @@ class BadSteps(Watcher):
     def _rewind(self, event: dict[str, Any], first: int | None) -> dict[str, Any]:
         """Returns the values of the event of a step to rewind to that differ for another action."""
         if self._num_rewinds >= self.config.max_rewinds:
-            more = f"the run was rewound {self._num_rewinds} times, as bad_steps.max_rewinds allows"
+            more = f"the run was rewound {self._num_rewinds} times, as max_rewinds allows"
             return {"action": "stop", "reason": f"{event['reason']}, and {more}"}
         if "loss_before" not in event:
             return {}

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from moelib.core.config import config_class
+from moelib.core.config_types import PositiveInt
 from moelib.core.errors import UserError
 from moelib.runtime import storage
 from moelib.train.watcher import Watcher
@@ -24,20 +25,14 @@ class ProfilerWindow(Watcher):
 
     @config_class
     class Config(Watcher.Config):
-        start_steps: Sequence[int] = ()  # Steps before which a trace starts, 1 or more.
-        num_steps: int = 3  # Steps per trace.
+        start_steps: Sequence[PositiveInt] = ()  # Steps before which a trace starts.
+        num_steps: PositiveInt = 3  # Steps per trace.
 
     def __init__(self, cfg: Config) -> None:
-        """Checks the settings. Raises UserError if there is no step to trace, or traces overlap."""
+        """Checks the settings. Raises UserError if traces overlap."""
         super().__init__(cfg)
-        start_steps, num_steps = self.config.start_steps, self.config.num_steps
-        starts = sorted(start_steps)
-        if num_steps < 1 or (starts and starts[0] < 1):
-            raise UserError(
-                f"start_trace_steps {list(start_steps)}, num_trace_steps {num_steps}: steps and "
-                "their number start at 1."
-            )
-        for a, b in itertools.pairwise(starts):
+        num_steps = self.config.num_steps
+        for a, b in itertools.pairwise(sorted(self.config.start_steps)):
             if b < a + num_steps:
                 raise UserError(
                     f"start_trace_steps: the traces of {num_steps} steps from {a} and from {b} "

@@ -46,8 +46,8 @@ def test_a_topology_that_cannot_take_the_mesh_leaves_the_others():
 
 def test_errors_of_the_traced_model_are_plan_errors():
     cfg = tiny_moe.config().clone()
-    cfg.model.decoder.block[0].feed_forward.dispatcher.round_factor = -1.0
-    with pytest.raises(UserError, match=r"round_factor.*-1"):
+    cfg.model.decoder.block[0].feed_forward.set(shared_gate=True, shared_experts=None)
+    with pytest.raises(UserError, match=r"shared_gate=True without shared_experts"):
         sweep(cfg, TOPOLOGIES)
 
 

@@ -137,7 +137,7 @@ def test_skipped_steps_are_those_of_the_learner(tmp_path):
 
 
 def test_bad_steps_need_a_checkpointer(tmp_path):
-    with pytest.raises(UserError, match="bad_steps is set, but checkpointer is None"):
+    with pytest.raises(UserError, match=r"watchers\.\w+ .*checkpointer is None"):
         config(tmp_path).set(checkpointer=None).instantiate(parent=None)
 
 
