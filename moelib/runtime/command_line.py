@@ -16,6 +16,7 @@ import inspect
 import logging
 import os
 import re
+import signal
 import sys
 import textwrap
 import traceback
@@ -208,6 +209,7 @@ def run_command[T](
             run(*parse_flags(cls, [each for each in arguments if each != TRACEBACK]))
     except BrokenPipeError:  # The reader of the output, such as `head`, has closed it.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
+        return 128 + signal.SIGPIPE  # As of a program that the signal ends: it has not finished.
     except (UserError, OSError) as error:
         if TRACEBACK in arguments or not (line := one_line(error)):
             raise

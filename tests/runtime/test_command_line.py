@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import logging
+import signal
 import sys
 from typing import Literal
 
@@ -119,9 +120,9 @@ def test_a_usage_error_needs_no_traceback(capsys):
     assert capsys.readouterr().err == "moelib train: --count=0\n"
 
 
-def test_a_closed_pipe_is_no_error(monkeypatch):
+def test_a_closed_pipe_is_no_message_but_no_success(monkeypatch):
     monkeypatch.setattr("sys.stdout", None)
-    assert run_command("moelib config", Flags, _fail(BrokenPipeError()), []) == 0
+    assert run_command("moelib config", Flags, _fail(BrokenPipeError()), []) == 128 + signal.SIGPIPE
     sys.stdout.close()
 
 
