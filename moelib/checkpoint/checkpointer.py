@@ -6,6 +6,7 @@ A checkpoint is a folder `step_00001000` with the arrays (moelib.checkpoint.writ
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,12 +16,15 @@ import jax
 
 from moelib.checkpoint import checksums, contents
 from moelib.checkpoint.contents import (
+    STATE_ITEM,
     CheckpointRecord,
     DamagedCheckpointError,
     RunRecord,
     UnreadableCheckpointError,
     delete_checkpoint,
+    list_checkpoints,
     list_unfinished,
+    move_checkpoint,
 )
 from moelib.checkpoint.local import LocalCheckpoints
 from moelib.checkpoint.policy import every_n_steps_and_last_policy, steps_to_keep
@@ -325,10 +329,27 @@ class Checkpointer(Module):
             raise DamagedCheckpointError(f"{error}{cure}") from None
 
     def remove_unfinished(self) -> None:
-        """Removes incomplete checkpoints of processes that were killed."""
+        """Removes incomplete checkpoints of processes that were killed.
+
+        On a disk, one after the newest complete one is moved aside if its arrays are all there: its
+        record may have been lost.
+        """
 
         def remove() -> None:
+            by_step = lambda path: (len(path), path)
+            newest = max(list_checkpoints(self.dir).values(), default="", key=by_step)
             for path in list_unfinished(self.dir):
+                is_whole = os.path.isdir(os.path.join(path, STATE_ITEM))
+                if is_whole and by_step(path) > by_step(newest):
+                    aside = f"{path}.without_record"
+                    delete_checkpoint(aside)
+                    move_checkpoint(path, aside)
+                    logger.warning(
+                        "A checkpoint has no record, and is moved to %s: put its record back and "
+                        "rename it to resume from it, or remove it.",
+                        aside,
+                    )
+                    continue
                 logger.warning("An incomplete checkpoint is removed: %s", path)
                 _delete(path)
 

@@ -152,15 +152,18 @@ def test_step_that_is_missing_is_named(checkpointer):
         checkpointer.restore(target_of(make_state()), step=7)
 
 
-def test_one_without_its_record_is_not_seen_and_removed(checkpointer, caplog):
+def test_one_without_its_record_is_not_seen_and_moved_aside(checkpointer, caplog):
     save(checkpointer, 5)
     save(checkpointer, 9)
     remove_record(step_path(checkpointer.dir, 9))
     assert checkpointer.latest_step() == 5
     assert checkpointer.restore(target_of(make_state())).record.step == 5
     checkpointer.remove_unfinished()
-    assert os.listdir(checkpointer.dir) == ["step_00000005"]
-    assert "step_00000009" in caplog.text
+    aside = "step_00000009.without_record"
+    assert sorted(os.listdir(checkpointer.dir)) == ["step_00000005", aside]
+    assert os.path.isdir(os.path.join(checkpointer.dir, aside, "state"))
+    assert aside in caplog.text
+    assert list(list_checkpoints(checkpointer.dir)) == [5]
 
 
 def test_record_that_cannot_be_looked_for_removes_nothing(checkpointer, monkeypatch):

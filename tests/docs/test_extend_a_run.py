@@ -1,6 +1,7 @@
 """docs/extend_a_run.md: a watcher of one's own."""
 
 import json
+from unittest import mock
 
 import pytest
 
@@ -100,9 +101,13 @@ def test_watchers_are_called_at_their_moments_and_add_metrics_and_rows(tmp_path,
 
 def test_an_evaluation_without_the_metric_does_not_count(tmp_path):
     watcher = StopWhenWorse.default_config().set(patience=1).instantiate()
+    watcher.run = mock.Mock()
     watcher.started()
     for scalars in ({"val/loss": 2.0}, {"other/loss": 3.0}, {"val/loss": 1.0}):
-        watcher.evaluated(1, scalars)  # `run.stop` would fail: there is no run.
+        watcher.evaluated(1, scalars)
+    assert not watcher.run.stop.called
+    watcher.evaluated(1, {"val/loss": 1.5})
+    assert watcher.run.stop.called
 
 
 @pytest.mark.parametrize("returned", [None, {}])
