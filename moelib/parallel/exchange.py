@@ -86,6 +86,8 @@ def _native(axes: Axes, num_received: int, rows: Array, sizes: Array) -> Array:
     me = lax.axis_index(axes)
     sent, received = sizes[me], sizes[:, me]
     empty = lax.empty((num_received, *rows.shape[1:]), rows.dtype)
+    # Else XLA makes the buffer once, before a loop, and copies it in each turn.
+    empty, sizes = lax.optimization_barrier((empty, sizes))
     return lax.ragged_all_to_all(
         rows,
         vary(empty, sorted(varying_axes(rows))),

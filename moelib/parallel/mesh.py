@@ -6,6 +6,7 @@ ordered from the least traffic to the most.
 """
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -218,13 +219,45 @@ def _arranged(
             f"mesh_shape {mesh}: the devices belong to {num_slices} slices; set it to "
             "HybridMeshShape(ici=sizes inside a slice, dcn=sizes across slices)."
         )
-    if len(devices) == 1:  # Without axes, JAX arranges no TPU.
+    return _laid(shape, devices)
+
+
+def _laid(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
+    """Returns the devices of one slice, TPUs laid on their torus; others keep their order."""
+    if len(devices) == 1 or not hasattr(devices[0], "coords"):
         return np.asarray(devices, dtype=object).reshape(shape)
     from jax.experimental import mesh_utils
 
-    # TPUs are laid on their torus, the last axis first, on whole sides where sizes allow it; other
-    # devices keep their order.
-    return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    # The last axis first, on whole sides where sizes allow it.
+    array = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return _along_sides(array) if _winds(array) else array
+
+
+def _winds(array: np.ndarray) -> bool:
+    """Returns whether the devices along an axis are no box of a torus, such as a diagonal."""
+    names = tuple(map(str, range(array.ndim)))
+    spans = (torus_spans(array, names, (name,)) for name in names)
+    return any(
+        each and math.prod(size for size, _ in each) != n
+        for each, n in zip(spans, array.shape, strict=True)
+    )
+
+
+def _along_sides(array: np.ndarray) -> np.ndarray:
+    """Returns devices with each axis along a side of their torus, or a part of one, if possible.
+
+    JAX lays the axes of small slices, such as v6e:2x2, on a ring through all devices, so that the
+    neighbors along one axis are two links apart, which are those of the other axis.
+    """
+    place = lambda device: (*device.coords, getattr(device, "core_on_chip", 0))
+    devices = sorted(array.flat, key=place)
+    sizes = [len(set(column)) for column in zip(*map(place, devices), strict=True)]
+    if math.prod(sizes) != array.size:
+        return array
+    sides = np.array(devices, dtype=object).reshape(sizes)
+    ways = itertools.permutations(range(len(sizes) - 1))
+    laid = (sides.transpose(*way, -1).reshape(array.shape) for way in ways)
+    return next((each for each in laid if not _winds(each)), array)
 
 
 def torus_spans(
@@ -292,13 +325,7 @@ def _hybrid_devices(
     ici = infer_mesh_shape(
         shape.ici, len(per_slice[0]), axis_names=axis_names, field="mesh_shape.ici (one slice)"
     )
-    if hasattr(devices[0], "slice_index") and not _are_described_gpus(devices):
-        from jax.experimental import mesh_utils
-
-        return mesh_utils.create_hybrid_device_mesh(
-            ici, tuple(shape.dcn), devices, allow_split_physical_axes=True
-        )
-    arranged = np.array(per_slice).reshape(*shape.dcn, *ici)
+    arranged = np.stack([_laid(ici, each) for each in per_slice]).reshape(*shape.dcn, *ici)
     rank = len(ici)
     interleaved = [axis for i in range(rank) for axis in (i, rank + i)]  # dcn_0, ici_0, dcn_1, ...
     sizes = [outer * inner for outer, inner in zip(shape.dcn, ici, strict=True)]

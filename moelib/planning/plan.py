@@ -21,7 +21,7 @@ from moelib.planning.hlo.values import COLLECTIVES
 from moelib.planning.lint.arrays import memory_above_estimate, unscaled_memory
 from moelib.planning.report.figures import Column, figures_table, gib, mib
 from moelib.planning.report.step_report import Finding, StepReport
-from moelib.planning.report.tables import collectives_table, kernels_table
+from moelib.planning.report.tables import collectives_table, kernels_table, waits_table
 from moelib.runtime.progress import Progress
 from moelib.runtime.table import Table
 
@@ -58,6 +58,7 @@ class CompiledStep:
         return [
             figures_table(self.report, others, self._summary(self.report)),
             collectives_table(self.report),
+            *([waits_table(self.report)] if self.report.waits else []),
             kernels_table(self.report),
             self._prediction_table(self.report),
         ]
@@ -74,6 +75,8 @@ class CompiledStep:
                 f"{cycles / 1e6:.1f} Mcycles, by the compiler's estimate, are "
                 f"{1e3 * cycles / clock:.1f} ms at {clock / 1e9:.2f} GHz."
             )
+        if report.busy or "bound.flops" in report.figures:
+            lines.append(_nearest_bound(report))
         if loops := report.loops_of_unknown_length:
             lines.append(f"Loops of unknown length, counted once: {', '.join(loops)}.")
         return lines
@@ -294,6 +297,21 @@ def plan(
     options = compile_options or CompileOptions()
     steps = made.compile_best(num_compiled, options, show_progress=show_progress)
     return dataclasses.replace(made, compiled=tuple(steps))
+
+
+def _nearest_bound(report: StepReport) -> str:
+    """Returns a sentence about the played step, and the bound that is nearest to it."""
+    figures = report.figures
+    busiest = report.busy[0]["name"] if report.busy else "links"
+    names = {"flops": "FLOPs", "hbm": "bytes in HBM", "links": f"bytes on the {busiest}"}
+    nearest = max(names, key=lambda name: figures[f"bound.{name}"])
+    played, bound = figures["played.seconds"], figures[f"bound.{nearest}"]
+    waits = 100 * figures["played.waits"] / played
+    return (
+        f"Played in its order, the step takes {1e3 * played:.1f} ms, {waits:.0f}% of it waits for "
+        f"collectives. The nearest bound, its {names[nearest]} at the peak rate, is "
+        f"{1e3 * bound:.1f} ms: {played / bound:.2f} times."
+    )
 
 
 def _details(estimate: Estimate) -> list[str]:

@@ -1,6 +1,7 @@
 """Meshes: text, inferred sizes, and slices that stay contiguous."""
 
 import dataclasses
+import math
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ from moelib.parallel.mesh import (
     parse_mesh,
     slices,
 )
+from moelib.planning.hardware.topologies import describe, torus_devices
 from tests.parallel.slices import two_slices
 
 
@@ -159,6 +161,27 @@ def test_slices_of_a_topology_are_kept_together():
     assert slices.tolist() == [[0] * 4, [1] * 4]
     for a, b in mesh.devices.reshape(4, 2):  # Neighbours along the last axis have a link.
         assert sum(abs(x - y) for x, y in zip(a.coords, b.coords, strict=True)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("v6e:2x2", (2, 2)),
+        ("v6e:2x4", (2, 4)),
+        ("v6e:2x4", (4, 2)),
+        ("v6e:2x4", (2, 2, 2)),
+        ("v6e:4x4", (2, 8)),
+        ("v5p:2x2x2", (2, 2, 2)),
+    ],
+)
+def test_devices_along_an_axis_of_a_small_slice_differ_along_sides_only(name, sizes):
+    devices = torus_devices(describe(name))
+    names = tuple("abc"[: len(sizes)])
+    mesh = create_device_mesh(sizes, names, devices).devices
+    for axis, size in enumerate(sizes):
+        first = np.moveaxis(mesh, axis, -1).reshape(-1, size)[0]
+        sides = [len({device.coords[i] for device in first}) for i in range(3)]
+        assert math.prod(sides) == size  # A line or a box, not a diagonal.
 
 
 def test_every_mesh_reads_back_from_its_description():

@@ -14,7 +14,7 @@ from moelib.core.errors import UserError
 from moelib.parallel.mesh import describe_mesh
 from moelib.planning.compiled.dump import write_dump
 from moelib.planning.compiled.examine import Step, examine, state_bytes
-from moelib.planning.hardware.topologies import OutOfMemoryError, Topology
+from moelib.planning.hardware.topologies import OutOfMemoryError, Topology, describe
 from moelib.planning.lint.facts import facts_of
 from moelib.planning.report.step_report import StepReport
 from moelib.train.compiler_options import compile_with, spelled
@@ -85,7 +85,8 @@ def compile_step(
         stopwatch.done("compile", f"{cpu:.1f} s of CPU time")
     step = Step(traced, lowered, compiled)
     seconds = {stage: stopwatch.seconds[stage] for stage in STAGES[1:4]} | {"compile_cpu": cpu}
-    report = examine(trainer, step, name=name, topology=topology.name, seconds=seconds)
+    shape = describe(topology.name)
+    report = examine(trainer, step, name=name, topology=topology.name, shape=shape, seconds=seconds)
     if dump_dir is not None:
         write_dump(dump_dir, step, report)
     stopwatch.done("count", f"{report.figures['instructions']:,} instructions")

@@ -13,6 +13,7 @@ import jax
 
 from moelib.core.errors import UserError
 from moelib.planning.compiled.examine import Step, examine
+from moelib.planning.hardware.topologies import present
 from moelib.planning.report.plots import plot_amounts
 from moelib.planning.report.step_report import StepReport
 from moelib.planning.report.tables import memory_by_content, report_text
@@ -70,9 +71,10 @@ def dump_when_compiled(trainer: Any, folder: str, *, name: str) -> None:
         return
 
     def write(*stages: Any) -> None:
+        shape = present(trainer.mesh().devices)
         devices = trainer.mesh().devices.flat
         topology = f"{len(devices)} x {devices[0].device_kind}"
-        report = examine(trainer, Step(*stages), name=name, topology=topology)
+        report = examine(trainer, Step(*stages), name=name, topology=topology, shape=shape)
         write_dump(folder, Step(*stages), report)
 
     trainer.on_compiled = write

@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 
 from moelib.core.config_text import sub_configs
 from moelib.parallel.pipeline.engine import ENDS, SLOTS, branch_shares
+from moelib.planning.estimate.candidates import own_mesh
+from moelib.planning.estimate.links import Links
+from moelib.planning.hardware.topologies import TopologyShape
 from moelib.planning.hlo.program import Shares, parse
 from moelib.planning.hlo.source import SourceMap
 from moelib.planning.lint.arrays import largest_temporaries
@@ -15,6 +18,7 @@ from moelib.planning.lint.facts import Step as LintStep
 from moelib.planning.lint.rules import lint, merged
 from moelib.planning.report.count import count
 from moelib.planning.report.step_report import Row, StepReport
+from moelib.planning.report.timeline import play, times
 from moelib.train.pipeline import layout_of
 
 
@@ -36,6 +40,7 @@ def examine(
     *,
     name: str,
     topology: str,
+    shape: TopologyShape | None,
     seconds: Mapping[str, float] | None = None,
 ) -> StepReport:
     """Returns the report of a `SpmdTrainer`'s step, with findings of lint.
@@ -45,6 +50,7 @@ def examine(
         step: Its step.
         name: Name of the step.
         topology: Name of the hardware.
+        shape: Its shape, for the step played in its order; None if it is unknown.
         seconds: Seconds of stages of the compilation, by stage.
     """
     text = step.compiled.as_text()
@@ -55,7 +61,11 @@ def examine(
         step.compiled, program, mesh.shape, rows_routed=rows_routed, model_flops=model_flops
     )
     found = lint(program, facts, source_map=source_map, model_flops=model_flops, traced=step.traced)
-    figures = counts["figures"]
+    figures, played = counts["figures"], None
+    if shape is not None:
+        links = links_of(trainer, shape)
+        played = play(program, mesh.shape, links, shape.accelerator, source_map)
+        figures |= times(program, played, shape.accelerator, figures)
     figures |= {f"memory.{part}": size for part, size in state_bytes(facts).items()}
     figures |= {f"seconds.{stage}": value for stage, value in (seconds or {}).items()}
     sizes = text.count("\n"), figures["instructions"], figures["fusions"]
@@ -68,7 +78,18 @@ def examine(
         findings=merged([*found, *remats_that_save_nothing(trainer)]),
         largest=largest_temporaries(LintStep(program, facts, source_map)),
         stages=stages,
+        waits=() if played is None else played.wait_rows(),
+        busy=() if played is None else played.busy_rows(),
     )
+
+
+def links_of(trainer: Any, shape: TopologyShape) -> Links:
+    """Returns the links of a topology, as the mesh of a `SpmdTrainer` uses them."""
+    mesh, own = trainer.mesh(), own_mesh(trainer.config, shape)
+    if shape.accelerator.platform != "tpu":
+        return Links(shape, own)
+    one_slice = tuple(slice(own.inside.get(axis, 1)) for axis in mesh.axis_names)
+    return Links(shape, own, mesh.devices[one_slice].reshape([*own.inside.values()]))
 
 
 def shares_of_branches(trainer: Any) -> Shares:

@@ -171,7 +171,7 @@ def current_candidate(cfg: Any, work: Workload, topology: TopologyShape) -> Cand
     Raises:
         UserError: If its mesh does not fit the topology, or its batch does not fit the mesh.
     """
-    rules, mesh = rules_of(cfg), _own_mesh(cfg, topology)
+    rules, mesh = rules_of(cfg), own_mesh(cfg, topology)
     schedule = settings.schedule_on(cfg, mesh.sizes)
     settings.warn_unused_schedule(cfg, mesh.sizes)
     sharding.check_mesh_axes(mesh.sizes, _rules(cfg, schedule))
@@ -216,7 +216,7 @@ def _refusal(check: Callable[..., Any], *arguments: Any) -> str:
     return ""
 
 
-def _own_mesh(cfg: Any, topology: TopologyShape) -> Mesh:
+def own_mesh(cfg: Any, topology: TopologyShape) -> Mesh:
     """Returns the config's own mesh. Raises UserError if it does not fit the topology."""
     names, shape = cfg.mesh_axis_names, cfg.mesh_shape
     field = f"topology {topology.name}: mesh_shape"

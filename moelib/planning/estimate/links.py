@@ -43,8 +43,11 @@ class Traffic:
 class Links:
     """The links of a topology, as a mesh uses them."""
 
-    def __init__(self, topology: TopologyShape, mesh: Mesh) -> None:
-        self._topology, self._mesh = topology, mesh
+    def __init__(
+        self, topology: TopologyShape, mesh: Mesh, devices: np.ndarray | None = None
+    ) -> None:
+        """Takes the topology, the mesh, and the devices of a slice as `create_device_mesh` does."""
+        self._topology, self._mesh, self._given = topology, mesh, devices
 
     def _group(self, axes: Sequence[str]) -> tuple[int, int]:
         """Returns the size of a group of devices along some axes: (inside a slice, slices)."""
@@ -54,6 +57,8 @@ class Links:
     @functools.cached_property
     def _devices(self) -> np.ndarray:
         """The devices of a slice, with a dimension per axis of its mesh; none for GPUs."""
+        if self._given is not None:
+            return self._given
         devices = torus_devices(self._topology)
         sizes = self._mesh.inside
         if not devices:
@@ -80,6 +85,24 @@ class Links:
         """Returns the number of devices of one chip in a group."""
         spans = torus_spans(self._devices, [*self._mesh.inside], axes) if self._is_torus else []
         return spans[-2][0] if spans else 1
+
+    @functools.cache  # noqa: B019 (one instance per mesh, as long as its estimates)
+    def used(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns names of the links that a group along some axes uses, by the axes along them.
+
+        Collectives with a name in common wait for each other. Those of a torus are its sides; all
+        devices of a domain of GPUs share a switch.
+        """
+        inside, across = self._group(axes)
+        network = ("network",) if across > 1 else ()
+        if not self._is_torus:
+            return (*(("links",) if inside > 1 else ()), *network)
+        names = [*self._mesh.inside]
+        along = {name: torus_spans(self._devices, names, (name,))[:-2] for name in names}
+        spans = enumerate(torus_spans(self._devices, names, axes)[:-2])
+        sides = [i for i, (size, _) in spans if size > 1]
+        found = ["links of " + " ".join(n for n in names if along[n][i][0] > 1) for i in sides]
+        return (*found, *network)
 
     def all_gather(self, axes: Sequence[str], num_bytes: float) -> Traffic:
         """Returns the traffic of an all-gather by bytes of its result; also of a reduce-scatter."""

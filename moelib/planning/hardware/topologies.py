@@ -15,9 +15,12 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from moelib.core.config import did_you_mean
 from moelib.core.config_types import shortened
 from moelib.core.errors import UserError
+from moelib.parallel.mesh import slices
 from moelib.planning.hardware import gpu_targets
 from moelib.runtime.accelerators import ACCELERATORS, Accelerator
 from moelib.runtime.platforms import describe_absent_tpus
@@ -101,6 +104,16 @@ def describe(name: str) -> TopologyShape:
     if accelerator.platform == "tpu":
         return _describe_tpu(name, accelerator, num_slices, shape)
     return _describe_gpu(name, accelerator, bool(parts and parts["slices"]), shape)
+
+
+def present(devices: np.ndarray) -> TopologyShape | None:
+    """Returns the shape of devices that are there, as a mesh has them; None if it is unknown."""
+    kind, num = devices.flat[0].device_kind, devices.size
+    known = (each for each in ACCELERATORS.values() if each.device_kind == kind)
+    if (accelerator := next(known, None)) is None:
+        return None
+    num_slices = len(slices([*devices.flat]) or [devices])
+    return TopologyShape(f"{num} x {kind}", accelerator, num_slices, num // num_slices)
 
 
 @dataclasses.dataclass(frozen=True)

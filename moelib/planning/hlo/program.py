@@ -115,6 +115,8 @@ class Program:
     computations: Mapping[str, Computation]  # By name.
     entry: str
     loops_of_unknown_length: tuple[str, ...] = ()
+    # By instruction, the computations that it runs, and how often: 1 for loops of unknown length.
+    runs: Mapping[str, Sequence[tuple[str, float]]] = dataclasses.field(default_factory=dict)
 
     def instructions(self) -> Iterator[tuple[Computation, Instruction]]:
         """Yields every instruction with its computation."""
@@ -151,7 +153,8 @@ def parse(text: str, shares: Shares | None = None) -> Program:
             computation.instructions[instruction.name] = instruction
     if not entry:
         raise ValueError("The text has no ENTRY computation; give the text of an HLO module.")
-    return Program(computations, entry, _count_executions(computations, entry, shares or {}))
+    unknown, runs = _count_executions(computations, entry, shares or {})
+    return Program(computations, entry, unknown, runs)
 
 
 def _statements(text: str) -> Iterator[tuple[bool, str, str]]:
@@ -218,9 +221,14 @@ def _closing(text: str, start: int) -> int:
 
 def _count_executions(
     computations: dict[str, Computation], entry: str, shares: Shares
-) -> tuple[str, ...]:
-    """Sets how often, and how, each computation runs; returns the loops of unknown length."""
+) -> tuple[tuple[str, ...], dict[str, list[tuple[str, float]]]]:
+    """Sets how often, and how, each computation runs.
+
+    Returns:
+        The loops of unknown length, and `Program.runs`.
+    """
     unknown: list[str] = []
+    all_runs: dict[str, list[tuple[str, float]]] = {}
     calls = {name: _all_calls(each) & computations.keys() for name, each in computations.items()}
     order = [*graphlib.TopologicalSorter(calls).static_order()]  # Each after all that it calls.
     costs = _costs(computations, order, shares)
@@ -234,12 +242,15 @@ def _count_executions(
             runs = _runs(instruction, computations, costs, shares)
             if caller.executions and any(times is None for _, times in runs):
                 unknown.append(instruction.name)
-            for callee, times in runs:
+            counted = [(callee, 1 if times is None else times) for callee, times in runs]
+            if counted:
+                all_runs[instruction.name] = counted
+            for callee, times in counted:
                 called = computations[callee]
-                called.executions += caller.executions * (1 if times is None else times)
+                called.executions += caller.executions * times
                 called.fused |= caller.fused or instruction.is_fusion
                 called.asynchronous |= caller.asynchronous or instruction.is_async_start
-    return tuple(unknown)
+    return tuple(unknown), all_runs
 
 
 def _all_calls(computation: Computation) -> set[str]:

@@ -73,14 +73,14 @@ def plain_shape(shape: str) -> str:
     return _LAYOUT.sub("", shape)
 
 
-def tuple_elements(shape: str) -> list[str]:
-    """Returns the shapes in a tuple, or the shape itself in a list."""
-    shape = plain_shape(shape)
+def tuple_elements(shape: str, *, layouts: bool = False) -> list[str]:
+    """Returns the shapes in a tuple, or the shape itself in a list, without or with layouts."""
+    shape = shape if layouts else plain_shape(shape)
     if not shape.startswith("("):
         return [shape]
     elements, depth, begin = [], 0, 1
     for i, letter in enumerate(shape):
-        depth += (letter in "([") - (letter in ")]")
+        depth += (letter in "([{") - (letter in ")]}")
         if (letter == "," and depth == 1) or depth == 0:
             elements.append(shape[begin:i].strip())
             begin = i + 1

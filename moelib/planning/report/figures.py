@@ -43,6 +43,10 @@ def _tera(value: float) -> str:
     return f"{value / 1e12:.3f} T"
 
 
+def _ms(value: float) -> str:
+    return f"{1e3 * value:,.1f} ms"
+
+
 _count, _ratio, _seconds = "{:,.0f}".format, "{:.2f}".format, "{:.1f} s".format
 SECTIONS = (
     (
@@ -68,10 +72,20 @@ SECTIONS = (
         )
     ),
     (
+        Figure("played.seconds", "the step, played in its order", _ms),
+        Figure("played.compute", "  instructions of XLA", _ms),
+        Figure("played.kernels", "  kernels", _ms),
+        Figure("played.waits", "  waiting for collectives", _ms),
+        Figure("bound.flops", "least time of its FLOPs", _ms),
+        Figure("bound.hbm", "  of its bytes in HBM", _ms),
+        Figure("bound.links", "  of its bytes on the busiest links", _ms),
+    ),
+    (
         Figure("cycles", "Mcycles without kernels and collectives", lambda v: f"{v / 1e6:.1f}"),
         Figure("matmul_flops", "matmul FLOPs of XLA", _tera),
         Figure("kernel_flops", "FLOPs of kernels", _tera),
         Figure("kernel_bytes", "bytes of kernels", gib),
+        Figure("hbm_bytes", "bytes in HBM without kernels", gib),
         Figure("model_flops", "FLOPs of the model", _tera),
         Figure("executed_over_model_flops", "executed FLOPs / model FLOPs", _ratio),
         Figure("rows_computed_over_routed", "rows computed / routed", _ratio),

@@ -50,9 +50,8 @@ def kernels(program: Program) -> tuple[Kernel, ...]:
         sizes = tuple(_metadata(each, key) for key in ("rows", "groups", "rows_at_once"))
         key = name, *sizes, _kind(name, each, library_name), library_name
         row = rows.setdefault(key, collections.defaultdict(float))
-        text = each.attributes
-        estimate = _ESTIMATE.search(text) or _ESTIMATE_GPU.search(text)
-        flops, accessed = map(int, estimate.groups()) if estimate else (0, 0)
+        estimate = estimate_of(each)
+        flops, accessed = estimate or (0, 0)
         row["count"] += 1
         row["without_estimate"] += estimate is None and not is_matmul(each)
         row["executions"] += computation.executions
@@ -64,6 +63,13 @@ def kernels(program: Program) -> tuple[Kernel, ...]:
         sums: dict[str, Any] = {name: round(x) for name, x in rows[key].items()}
         found.append(Kernel(**dict(zip(fields, key, strict=True)), **sums))
     return tuple(found)
+
+
+def estimate_of(kernel: Instruction) -> tuple[int, int] | None:
+    """Returns a kernel's own estimate of its FLOPs and bytes; None without one."""
+    text = kernel.attributes
+    found = _ESTIMATE.search(text) or _ESTIMATE_GPU.search(text)
+    return (int(found.group(1)), int(found.group(2))) if found else None
 
 
 def _name(instruction: Instruction) -> str:

@@ -20,7 +20,8 @@ class Collective:
     axes: Sequence[str]  # Mesh axes along which the devices of a group differ.
     group_size: int  # Devices per group.
     count: int = 0  # Number in the program.
-    asynchronous: int = 0  # Those that overlap with other work.
+    # Those that the program starts and awaits apart; what is computed between may be nothing.
+    asynchronous: int = 0
     small: int = 0  # Those of at most `SMALL_BYTES`.
     small_asynchronous: int = 0
     executions: int = 0
@@ -79,6 +80,8 @@ class StepReport:
     cycles: Sequence[Row] = ()  # By kind of work and phase.
     sources: Sequence[Row] = ()  # Cycles and instructions by function, costliest first.
     costliest: Sequence[Row] = ()  # Instructions, with the cycles of all executions.
+    waits: Sequence[Row] = ()  # Seconds that the played step waits for collectives, by source.
+    busy: Sequence[Row] = ()  # Seconds in which the links along mesh axes carry bytes.
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report as JSON values."""

@@ -53,6 +53,15 @@ _SOURCES: _Columns = {
 }
 
 
+_WAITS: _Columns = {
+    "ms>": lambda row: f"{1e3 * row['seconds']:.2f}",
+    "kind": lambda row: row["kind"] + ("" if row["asynchronous"] else ", synchronous"),
+    "axes": lambda row: " ".join(row["axes"]) or "-",
+    "phase": "{phase}",
+    "source": "{source}",
+}
+
+
 def _table(title: str, rows: Iterable[Row], columns: _Columns) -> Table:
     cells = [
         [c.format(**row) if isinstance(c, str) else c(row) for c in columns.values()]
@@ -74,6 +83,12 @@ def collectives_table(report: StepReport) -> Table:
     return _table(
         "Collectives by mesh axes", map(dataclasses.asdict, report.collectives), _COLLECTIVES
     )
+
+
+def waits_table(report: StepReport, top: int = 8) -> Table:
+    """Returns what the step waits for when it is played in its order, longest first."""
+    shown = [row for row in report.waits if row["seconds"] >= 1e-5][:top]
+    return _table("Waits for collectives, in the played step", shown, _WAITS)
 
 
 def kernels_table(report: StepReport) -> Table:
@@ -125,6 +140,7 @@ def report_text(report: StepReport, plots: Mapping[str, str]) -> str:
         ("Stages", [_table("", report.stages, _STAGES)]),
         ("Memory", [_image(plots, "memory"), _memory(report)]),
         ("Time", [_image(plots, "time"), *_cycles(report)]),
+        ("Waits", [waits_table(report, 20)]),
         ("Fusions in the program", [_by_phase(report.fusions, "count", "{:,.0f}")]),
         ("Collectives by mesh axes", [collectives_table(report)]),
         ("Kernels", [kernels_table(report)]),

@@ -1,0 +1,352 @@
+"""A compiled step played in its own order: what its devices wait for.
+
+A device computes the instructions of a program one after the other, while its links carry what
+collectives send. A collective holds the links of its mesh axes, which it may have to wait for, from
+its start on, and takes its bytes at their peak rate; its `done` waits for the end. A synchronous
+collective is a wait from its beginning to its end. Time is
+
+    an instruction  the compiler's cycles; without such, its FLOPs or its bytes at the peak rates
+    a kernel        its own estimate of FLOPs and bytes at the peak rates
+    a GPU's launch  2 us at least
+
+It is an estimate of order and overlap, of what waits and why, not of the time on hardware, which is
+longer. A branch counts with its share of the executions, as in `hlo.program`. Not counted is
+asynchronous work other than collectives: a TPU's copies into VMEM, and what its SparseCores gather.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from moelib.planning.estimate.links import Links, Traffic
+from moelib.planning.hlo import values
+from moelib.planning.hlo.program import Computation, Instruction, Program
+from moelib.planning.hlo.source import SourceMap, phase
+from moelib.planning.report.collectives import result_bytes
+from moelib.planning.report.hbm import hbm_bytes, instruction_bytes
+from moelib.planning.report.kernels import estimate_of, library
+from moelib.planning.report.step_report import Row
+from moelib.runtime.accelerators import Accelerator
+
+_LAUNCH_SECONDS = 2e-6  # Shortest interval between the kernels of a GPU.
+_LATENCY_SECONDS = 1e-6  # Of a message to a neighbor.
+_NO_QUEUE_BYTES = 65_536  # Messages up to this size pass between the packets of others.
+
+
+_Key = tuple[str, Any]  # What seconds are spent on: ("compute", None), ("wait", Wait(...)), ...
+
+
+class Wait(NamedTuple):
+    """What a device waits for: collectives of one kind and source."""
+
+    kind: str  # Such as "all-gather".
+    phase: str  # One of `source.PHASES`.
+    axes: tuple[str, ...]  # Mesh axes along which devices exchange.
+    source: str  # Innermost source lines.
+    asynchronous: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """A step that was played: seconds of one device."""
+
+    seconds: float  # Of the step.
+    compute: float  # Of the instructions of XLA.
+    kernels: float  # Of kernels.
+    waits: Mapping[Wait, float]  # Of waiting, by what is waited for, longest first.
+    sent: Mapping[Wait, float]  # In which links carry the bytes of collectives.
+    busy: Mapping[str, float]  # In which each name of `Links.used` is held.
+
+    def wait_rows(self) -> list[Row]:
+        """Returns what is waited for, longest first."""
+        return [
+            {**each._asdict(), "axes": [*each.axes], "seconds": seconds}
+            for each, seconds in self.waits.items()
+        ]
+
+    def busy_rows(self) -> list[Row]:
+        """Returns the links, the busiest first."""
+        found = sorted(self.busy.items(), key=lambda each: -each[1])
+        return [{"name": name, "seconds": seconds} for name, seconds in found]
+
+
+def times(
+    program: Program, played: Timeline, chip: Accelerator, figures: Mapping[str, float]
+) -> dict[str, float]:
+    """Returns the figures of a step that was played, and of the bounds of its time.
+
+    The bounds are the work of the program, recomputation included, at the device's peak rates:
+    `figures` has its FLOPs, and the bytes of kernels.
+    """
+    moved = hbm_bytes(program)
+    flops = figures["matmul_flops"] + figures["kernel_flops"]
+    return {
+        "played.seconds": played.seconds,
+        "played.compute": played.compute,
+        "played.kernels": played.kernels,
+        "played.waits": sum(played.waits.values()),
+        "bound.flops": flops / chip.flops_per_second,
+        "bound.hbm": (moved + figures["kernel_bytes"]) / chip.hbm_bytes_per_second,
+        "bound.links": max(played.busy.values(), default=0.0),
+        "hbm_bytes": moved,
+    }
+
+
+class _Event(NamedTuple):
+    """What a device does next: compute, start, wait, or run other computations."""
+
+    action: str  # "compute", "kernel", "start", "done" or "run".
+    seconds: float = 0.0
+    names: tuple[str, ...] = ()  # Instructions that a "done" may end; links of a "start".
+    name: str = ""
+    wait: Wait | None = None
+    runs: tuple[tuple[str, float], ...] = ()  # Computations and how often.
+    is_loop: bool = False
+
+
+def play(
+    program: Program,
+    mesh: Mapping[str, int],
+    links: Links,
+    accelerator: Accelerator,
+    source_map: SourceMap,
+) -> Timeline:
+    """Returns the timeline of a compiled step.
+
+    Args:
+        program: The step.
+        mesh: Sizes of the mesh axes, outermost first.
+        links: The links, as the mesh uses them.
+        accelerator: The device.
+        source_map: Source lines of the instructions.
+    """
+    player = _Player(_Reader(program, mesh, links, accelerator, source_map))
+    player.play(program.entry)
+    sums = player.sums
+    pick = lambda part: {key[1]: x for key, x in sums.items() if key[0] == part}
+    waits = sorted(pick("wait").items(), key=lambda each: -each[1])
+    return Timeline(
+        seconds=player.now,
+        compute=sums["compute", None],
+        kernels=sums["kernel", None],
+        waits=dict(waits),
+        sent=pick("sent"),
+        busy=pick("busy"),
+    )
+
+
+class _Player:
+    """The clock of a device, and of its links."""
+
+    def __init__(self, reader: "_Reader") -> None:
+        self._reader = reader
+        self.now = 0.0
+        self._free = collections.defaultdict[str, float](float)  # When links are free again.
+        self.sums = collections.defaultdict[_Key, float](float)
+        self._scale = 1.0  # Share of the executions, inside a branch.
+
+    def play(self, name: str) -> None:
+        """Plays a computation."""
+        ends: dict[str, tuple[float, Wait]] = {}
+        for event in self._reader.events(name):
+            if event.action in ("compute", "kernel"):
+                self._spend(event.action, None, event.seconds * self._scale)
+            elif event.action == "run":
+                self._run(event)
+            elif event.action == "start":
+                assert event.wait is not None
+                ends[event.name] = self._send(event), event.wait
+                if not event.wait.asynchronous:
+                    self._wait(*ends.pop(event.name))
+            else:
+                for started in event.names:
+                    if started in ends:
+                        self._wait(*ends.pop(started))
+
+    def _spend(self, part: str, key: Any, seconds: float) -> None:
+        self.now += seconds
+        self.sums[part, key] += seconds
+
+    def _send(self, event: _Event) -> float:
+        """Returns the time at which a collective that starts now has ended."""
+        seconds = event.seconds * self._scale
+        begin = max([self.now, *(self._free[name] for name in event.names)])
+        for name in event.names:
+            self._free[name] = begin + seconds
+            self.sums["busy", name] += seconds
+        self.sums["sent", event.wait] += seconds
+        return begin + seconds
+
+    def _wait(self, end: float, wait: Wait) -> None:
+        if end > self.now:
+            self._spend("wait", wait, end - self.now)
+
+    def _run(self, event: _Event) -> None:
+        for name, times in event.runs:
+            if event.is_loop:
+                self._loop(name, round(times))
+            elif times:
+                before, self._scale = self._scale, self._scale * times
+                self.play(name)
+                self._scale = before
+
+    def _loop(self, name: str, times: int) -> None:
+        """Plays the turns of a loop, of which the later ones are equal."""
+        last: dict[_Key, float] | None = None
+        for turn in range(times):
+            begin, before = self.now, dict(self.sums)
+            self.play(name)
+            seconds = self.now - begin
+            grown = {key: x - before.get(key, 0.0) for key, x in self.sums.items()}
+            grown["turn", None] = seconds
+            if last is not None and _are_close(grown, last):
+                rest = times - turn - 1
+                grown.pop(("turn", None))
+                for key, x in grown.items():
+                    self.sums[key] += rest * x
+                for link in self._free:
+                    self._free[link] += rest * seconds
+                self.now += rest * seconds
+                return
+            last = grown
+
+
+def _are_close(one: Mapping[_Key, float], other: Mapping[_Key, float]) -> bool:
+    total = 1e-6 * one["turn", None]
+    return all(abs(one.get(k, 0.0) - other.get(k, 0.0)) <= total for k in {*one, *other})
+
+
+class _Reader:
+    """The events of a program's computations."""
+
+    def __init__(
+        self,
+        program: Program,
+        mesh: Mapping[str, int],
+        links: Links,
+        accelerator: Accelerator,
+        source_map: SourceMap,
+    ) -> None:
+        self._program, self._mesh, self._links = program, mesh, links
+        self._chip, self._source_map = accelerator, source_map
+        self._known: dict[str, list[_Event]] = {}
+
+    def events(self, name: str) -> list[_Event]:
+        """Returns the events of a computation; successive ones that compute are one."""
+        if name not in self._known:
+            merged: list[_Event] = []
+            for event in self._read(self._program.computations[name]):
+                alike = merged and merged[-1].action == event.action
+                if alike and event.action in ("compute", "kernel"):
+                    merged[-1] = merged[-1]._replace(seconds=merged[-1].seconds + event.seconds)
+                else:
+                    merged.append(event)
+            self._known[name] = merged
+        return self._known[name]
+
+    def _read(self, computation: Computation) -> Iterator[_Event]:
+        # A SparseCore is started before it gets its data, by an update.
+        unsent: dict[str, tuple[Instruction, Instruction]] = {}
+        started: dict[str, str] = {}  # The start of an update.
+        for each in computation.instructions.values():
+            if each.opcode.endswith("-done"):
+                yield _Event("done", names=tuple(started.get(x, x) for x in each.operands))
+            elif each.opcode.endswith("-update"):
+                first = each.operands[0]
+                started[each.name] = started.get(first, first)
+                if first in unsent:
+                    yield self._start(computation, *unsent.pop(first))
+            elif (sent := self._collective(each)) is None:
+                yield from self._work(computation, each)
+            elif each.opcode.endswith("-start") and not each.operands:
+                unsent[each.name] = each, sent
+            else:
+                yield self._start(computation, each, sent)
+
+    def _work(self, computation: Computation, each: Instruction) -> Iterator[_Event]:
+        """Yields what a device does for an instruction that is no collective."""
+        if each.opcode in ("while", "call", "conditional"):
+            runs = tuple(self._program.runs.get(each.name, ()))
+            if each.opcode == "while":
+                runs = tuple(run for run in runs if run[0] == dict(each.calls).get("body"))
+            yield _Event("run", runs=runs, is_loop=each.opcode == "while")
+        elif library(each):
+            yield _Event("kernel", self._kernel_seconds(each))
+        elif not each.opcode.endswith("-start") and (seconds := self._seconds(computation, each)):
+            yield _Event("compute", seconds)
+
+    def _collective(self, each: Instruction) -> Instruction | None:
+        """Returns the collective that an instruction is or starts."""
+        if each.opcode.removesuffix("-start") in values.COLLECTIVES:
+            return each
+        called = (name for _, name in each.calls) if each.opcode.endswith("-start") else ()
+        inside = (
+            one
+            for name in called
+            if name in self._program.computations
+            for one in self._program.computations[name].instructions.values()
+        )
+        return next((found for one in inside if (found := self._collective(one))), None)
+
+    def _start(self, computation: Computation, each: Instruction, sent: Instruction) -> _Event:
+        groups = values.device_groups(sent)
+        axes = values.axes_of_groups(groups, self._mesh)
+        size, traffic = result_bytes(sent), self._traffic(sent, axes)
+        kind = sent.opcode.removesuffix("-start")
+        stack = self._source_map.stack(each, 9) or self._source_map.stack(sent, 9)
+        lines = [str(x) for x in stack if not x.file.startswith("core/")][:2]
+        return _Event(
+            "start",
+            traffic.links_seconds + traffic.network_seconds + _LATENCY_SECONDS,
+            names=self._links.used(axes) if axes and size > _NO_QUEUE_BYTES else (),
+            name=each.name,
+            wait=Wait(
+                kind,
+                phase(each.op_name or sent.op_name),
+                axes,
+                " < ".join(lines) or each.op_name,
+                computation.asynchronous or each.is_async_start,
+            ),
+        )
+
+    def _traffic(self, sent: Instruction, axes: tuple[str, ...]) -> Traffic:
+        if not axes:
+            return Traffic()
+        kind, size = sent.opcode.removesuffix("-start"), float(result_bytes(sent))
+        if kind == "all-gather":
+            return self._links.all_gather(axes, size)
+        if kind == "reduce-scatter":
+            groups = values.device_groups(sent)
+            return self._links.all_gather(axes, size * len(groups[0]))
+        if kind == "all-reduce":
+            return self._links.all_reduce(axes, size)
+        if kind in ("all-to-all", "ragged-all-to-all"):
+            return self._links.all_to_all(axes, size)
+        return self._links.ring(axes, size)
+
+    def _kernel_seconds(self, each: Instruction) -> float:
+        flops, accessed = estimate_of(each) or (0, 0)
+        chip = self._chip
+        seconds = max(flops / chip.flops_per_second, accessed / chip.hbm_bytes_per_second)
+        return max(seconds, self._least)
+
+    @property
+    def _least(self) -> float:
+        return _LAUNCH_SECONDS if self._chip.platform == "gpu" else 0.0
+
+    def _seconds(self, computation: Computation, each: Instruction) -> float:
+        if self._chip.platform == "tpu":
+            return each.cycles / self._chip.cycles_per_second
+        moved = instruction_bytes(self._program, computation, each)
+        inside = [each]
+        homes: list[Computation] = [computation]
+        if each.is_fusion:
+            homes = [self._program.computations[each.calls[0][1]]]
+            inside = [*homes[0].instructions.values()]
+        flops = sum(values.matmul_flops(one, homes[0]) for one in inside if values.is_matmul(one))
+        if not moved and not flops:
+            return 0.0
+        chip = self._chip
+        seconds = max(flops / chip.flops_per_second, moved / chip.hbm_bytes_per_second)
+        return max(seconds, self._least)
