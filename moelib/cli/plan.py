@@ -131,7 +131,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         steps.append(step)
         _print_step(step, columns, flags.top)
     found = dataclasses.replace(found, compiled=tuple(steps))
-    for topologies, finding in found.scaling_findings():
+    for topologies, finding in (*found.mesh_findings(), *found.scaling_findings()):
         _print_finding(finding, f"{topologies}: ")
     if flags.json:
         write_json(flags.json, found.to_json(flags.rows), indent=1)

@@ -196,6 +196,30 @@ class Plan:
             if outcome.interrupted:
                 return
 
+    def mesh_findings(self) -> Iterator[tuple[str, Finding]]:
+        """Yields (topology, finding) for compiled steps whose nearest bound is that of links.
+
+        The finding names the mesh that sends least over the busiest links, among those that fit
+        and are not slower by the estimate.
+        """
+        for step in self.compiled:
+            report, own = step.report, step.estimate
+            if report is None or not _is_link_bound(report):
+                continue
+            name = own.candidate.topology.name
+            others = [x for x in self.rows if x.candidate.topology.name == name]
+            if len(others) < 2:  # The mesh was chosen by the user.
+                others = list(sweep(self.trainer_config, [name]).rows)
+            less = [
+                other
+                for other in others
+                if other.fits
+                and other.seconds[1] < own.seconds[1]
+                and other.seconds_at_peak["links"] < _LESS * own.seconds_at_peak["links"]
+            ]
+            if less:
+                yield name, _link_finding(report, own, min(less, key=lambda x: x.seconds[1]))
+
     def scaling_findings(self) -> Iterator[tuple[str, Finding]]:
         """Yields ("A to B", finding) for memory of compiled steps that more devices do not reduce.
 
@@ -297,6 +321,29 @@ def plan(
     options = compile_options or CompileOptions()
     steps = made.compile_best(num_compiled, options, show_progress=show_progress)
     return dataclasses.replace(made, compiled=tuple(steps))
+
+
+_LESS = 0.8  # Share of the seconds of links, from which on another mesh sends less.
+
+
+def _is_link_bound(report: StepReport) -> bool:
+    bounds = {name: report.figures.get(f"bound.{name}", 0.0) for name in ("flops", "hbm", "links")}
+    return max(bounds.values()) == bounds["links"] > 0.0
+
+
+def _link_finding(report: StepReport, own: Estimate, other: Estimate) -> Finding:
+    busiest, candidate = report.busy[0], other.candidate
+    share = other.seconds_at_peak["links"] / own.seconds_at_peak["links"]
+    return Finding(
+        "link-bound mesh",
+        "hint",
+        f"{busiest['name']}: {1e3 * busiest['seconds']:.1f} ms",
+        "mesh_shape",
+        f"links are the nearest bound of the step; {candidate.mesh} with remat {candidate.remat} "
+        f"and {candidate.batch_per_device:g} x {candidate.num_microbatches} sends {share:.2f} of "
+        f"its bytes by time: {_range(other.seconds)} s by the estimate, for "
+        f"{_range(own.seconds)} s.",
+    )
 
 
 def _nearest_bound(report: StepReport) -> str:

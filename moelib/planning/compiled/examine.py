@@ -12,6 +12,7 @@ from moelib.planning.hardware.topologies import TopologyShape
 from moelib.planning.hlo.program import Shares, parse
 from moelib.planning.hlo.source import SourceMap
 from moelib.planning.lint.arrays import largest_temporaries
+from moelib.planning.lint.collectives import exposed_waits
 from moelib.planning.lint.compute import remats_that_save_nothing
 from moelib.planning.lint.facts import Facts, facts_of
 from moelib.planning.lint.facts import Step as LintStep
@@ -66,6 +67,7 @@ def examine(
         links = links_of(trainer, shape)
         played = play(program, mesh.shape, links, shape.accelerator, source_map)
         figures |= times(program, played, shape.accelerator, figures)
+        found += exposed_waits(played.wait_rows(), played.seconds)
     figures |= {f"memory.{part}": size for part, size in state_bytes(facts).items()}
     figures |= {f"seconds.{stage}": value for stage, value in (seconds or {}).items()}
     sizes = text.count("\n"), figures["instructions"], figures["fusions"]

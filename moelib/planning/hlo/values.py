@@ -73,6 +73,12 @@ def plain_shape(shape: str) -> str:
     return _LAYOUT.sub("", shape)
 
 
+def layout(shape: str) -> str:
+    """Returns the layout of an array, such as {1,0:T(8,128)}, without its memory space."""
+    found = _LAYOUT.search(shape)
+    return re.sub(r"S\(\d+\)", "", found.group()) if found else ""
+
+
 def tuple_elements(shape: str, *, layouts: bool = False) -> list[str]:
     """Returns the shapes in a tuple, or the shape itself in a list, without or with layouts."""
     shape = shape if layouts else plain_shape(shape)

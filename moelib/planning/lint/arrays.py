@@ -4,12 +4,14 @@ import math
 from collections.abc import Iterator
 
 from moelib.planning.hlo import values
+from moelib.planning.hlo.program import Computation, Instruction
 from moelib.planning.lint.facts import Step, is_shard
 from moelib.planning.report.step_report import Finding, StepReport
 
 _PASSED_ON = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call"}
 _MUCH_PADDING = 1.5  # Bytes with padding, as a multiple of those without.
 _MUCH_MEMORY = 1.3  # Peak, as a multiple of the estimate.
+_MUCH_TIME = 0.01  # Share of the compiler's cycles of a copy.
 _UNSCALED = 0.9  # Fraction of the memory on fewer devices from which on it does not scale.
 
 
@@ -120,17 +122,47 @@ def padding(step: Step) -> Iterator[Finding]:
 
 
 def copies(step: Step) -> Iterator[Finding]:
-    """Finds copies and transpositions of large arrays outside of fusions."""
+    """Finds copies and transpositions outside of fusions, of large arrays or of 1% of the cycles.
+
+    A copy between two layouts is made for its user; one to the same layout keeps a value, whose
+    memory is written again.
+    """
+    cycles = sum(each.cycles * c.executions for c, each in step.program.unfused())
     for computation, each in step.program.unfused():
         if each.opcode not in ("copy", "transpose"):
             continue
-        if values.shape_bytes(each.shape) >= step.thresholds.copy:
-            verb = "transposed" if each.opcode == "transpose" else "copied"
-            yield step.finding(
-                "copy of a large array", "hint", computation, each,
-                advice=f"it is {verb} to another layout, which reads and writes it once more; "
-                "produce and use it with the same order of dimensions.",
-            )  # fmt: skip
+        share = each.cycles * computation.executions / cycles if cycles else 0.0
+        if share < _MUCH_TIME and values.shape_bytes(each.shape) < step.thresholds.copy:
+            continue
+        took = f", {100 * share:.1f}% of the compiler's cycles" if share else ""
+        yield step.finding(
+            "copy of a large array", "hint", computation, each,
+            advice=f"{_cause(step, computation, each)}{took}; {_COPY_CURE[each.opcode]}.",
+        )  # fmt: skip
+
+
+_COPY_CURE = {
+    "copy": "produce and use it in one layout, and make buffers where they are written",
+    "transpose": "produce and use it with the same order of dimensions",
+}
+
+
+def _cause(step: Step, computation: Computation, copy: Instruction) -> str:
+    """Returns who makes the operand of a copy, and for whom it is copied, with both layouts."""
+    made = computation.instructions.get(copy.operands[0])
+    users = [x for x in computation.instructions.values() if copy.name in x.operands]
+    before, after = (values.layout(x.shape) if x else "" for x in (made, copy))
+    end = "its result" if copy.is_root or not users else _origin(step, users[0])
+    start = "another computation" if made is None else _origin(step, made)
+    if before == after:
+        return f"a value of {start} is kept, and its copy written by {end}"
+    return f"{start} makes it as {before}, {end} uses it as {after}"
+
+
+def _origin(step: Step, each: Instruction) -> str:
+    """Returns the innermost source line of an instruction, or its opcode."""
+    lines = [x for x in step.source_map.stack(each, 9) if not x.file.startswith("core/")]
+    return f"{each.opcode} ({lines[0]})" if lines else each.opcode
 
 
 def largest_temporaries(step: Step, num: int = 3) -> list[Finding]:

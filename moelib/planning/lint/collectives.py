@@ -1,6 +1,6 @@
 """Lint of collectives: unnecessary gathers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from moelib.core.config_text import get
@@ -9,7 +9,7 @@ from moelib.planning.hlo import values
 from moelib.planning.hlo.program import Computation, Instruction
 from moelib.planning.lint.facts import Step, is_shard
 from moelib.planning.report.collectives import collective_instructions, result_bytes
-from moelib.planning.report.step_report import Finding
+from moelib.planning.report.step_report import Finding, Row
 
 
 def gathers_over_experts(step: Step) -> Iterator[Finding]:
@@ -57,6 +57,33 @@ def float32_gathers(step: Step) -> Iterator[Finding]:
                 "the layer's own gather, or with a shard_map whose in_specs take split weights) to "
                 "halve the bytes.",
             )  # fmt: skip
+
+
+def exposed_waits(
+    waits: Iterable[Row], seconds: float, *, at_least: float = 0.02
+) -> Iterator[Finding]:
+    """Finds what a played step of `seconds` waits for: rows of `StepReport.waits`, by source."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in waits:
+        groups.setdefault((row["kind"], row["source"]), []).append(row)
+    for (kind, source), rows in groups.items():
+        share = sum(row["seconds"] for row in rows) / seconds
+        if share < at_least:
+            continue
+        axes = sorted({axis for row in rows for axis in row["axes"]})
+        phases = ", ".join(dict.fromkeys(row["phase"] for row in rows))
+        begins = "begins too late" if rows[0]["asynchronous"] else "is synchronous"
+        yield Finding(
+            "wait for a collective",
+            "hint",
+            f"{kind} over {' '.join(axes)} ({phases})",
+            "mesh_shape",
+            f"{100 * share:.0f}% of the played step waits for it: it {begins}, or its links carry "
+            "more than the step computes meanwhile; send less over these axes, or enlarge the "
+            "batch of a device.",
+            locations=tuple(source.split(" < ")),
+            count=len(rows),
+        )
 
 
 def _large(step: Step, wanted: str) -> Iterator[tuple[Computation, Instruction, tuple[str, ...]]]:

@@ -79,6 +79,8 @@ def _large_array(step: Step, eqn: Any, parts: int) -> Iterator[Finding]:
         rule = "dense attention scores"
         advice = "all scores are computed at once; call moelib.kernels.flash_attention instead."
     elif by_token and any(is_shard([out.shape[-1]], each, facts.mesh) for each in vocab):
+        if _is_of_cross_entropy(eqn):  # A single chunk, which its kernel has chosen.
+            return
         rule = "whole logits"
         advice = "the logits of all tokens are held; call moelib.kernels.cross_entropy instead."
     elif by_token and facts.train_dtype == "bfloat16" and _is_float32_matmul(eqn, facts):
@@ -87,6 +89,13 @@ def _large_array(step: Step, eqn: Any, parts: int) -> Iterator[Finding]:
     if rule:
         text, path = f"{eqn.primitive.name} {out.str_short()}", step.config_path(name)
         yield Finding(rule, "warning", text, path, advice, bytes=size, op_name=name)
+
+
+def _is_of_cross_entropy(eqn: Any) -> bool:
+    """Returns whether the kernel of the loss traced an equation."""
+    traceback = eqn.source_info.traceback
+    frames = () if traceback is None else traceback.frames
+    return any("/moelib/kernels/cross_entropy/" in frame.file_name for frame in frames)
 
 
 def _is_float32_matmul(eqn: Any, facts: Facts) -> bool:

@@ -119,9 +119,10 @@ def finding_lines(finding: Finding) -> list[str]:
     """Returns a finding as lines: rule and config path, instruction, advice, source lines."""
     more = f" and {finding.count - 1} more" if finding.count > 1 else ""
     times = f", {_times(finding.executions)} times per step" if finding.executions else ""
+    size = f": {finding.bytes / _MIB:,.1f} MiB{times}" if finding.bytes else ""
     lines = [
         f"{finding.severity}: {finding.rule}: {finding.config_path}",
-        f"{finding.instruction}{more}: {finding.bytes / _MIB:,.1f} MiB{times}",
+        f"{finding.instruction}{more}{size}",
         finding.advice,
     ]
     if finding.locations:

@@ -10,7 +10,7 @@ from moelib.planning.hlo.source import SourceMap
 from moelib.planning.report.timeline import play
 
 MESH = {"fsdp": 2, "expert": 2}
-# An all-gather of 2^20 bf16 over two devices: each receives 2^20 bytes, at 100 GB/s of a v6e's link.
+# An all-gather of 2^20 bf16 over two devices sends 2^20 bytes over a v6e's link of 100 GB/s.
 SENT = 2**20 / 100e9 + 1e-6
 CYCLES = 1.75e9
 OVER_FSDP, OVER_EXPERT = "replica_groups={{0,2},{1,3}}", "replica_groups={{0,1},{2,3}}"
