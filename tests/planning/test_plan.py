@@ -149,3 +149,19 @@ def test_memory_that_more_devices_of_a_kind_do_not_reduce_is_found(outcomes):
     findings = list(found.scaling_findings())
     assert {name for name, _ in findings} == {"v6e:2x2 to v6e:2x4"}
     assert "arguments" in {finding.instruction for _, finding in findings}
+
+
+@pytest.mark.parametrize(("links", "count"), [(3.0, 1), (1.0, 0)])
+def test_a_step_bound_by_links_names_the_mesh_that_sends_less(links, count):
+    found = plan(tiny_moe.config(), "v6e:2x2")
+    first = found.rows[0]
+    times = lambda x: dataclasses.replace(
+        first, seconds=(x, 2 * x), seconds_at_peak={"compute": 0.1, "links": x}, capacity=10**12
+    )
+    busy = [{"name": "links of fsdp", "seconds": 0.25}]
+    bounds = {"bound.flops": 0.1, "bound.hbm": 2.0, "bound.links": links}
+    step = plan_lib.CompiledStep(times(1.0), Outcome(make_report(bounds, busy=busy)))
+    found = dataclasses.replace(found, rows=(times(1.0), times(0.9), times(0.5)), compiled=(step,))
+    names = [(name, each.instruction) for name, each in found.mesh_findings()]
+    assert names == [("v6e:2x2", "links of fsdp: 250.0 ms")] * count
+    assert all("sends 0.50 of its bytes" in each.advice for _, each in found.mesh_findings())

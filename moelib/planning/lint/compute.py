@@ -78,7 +78,11 @@ def _large_array(step: Step, eqn: Any, parts: int) -> Iterator[Finding]:
     if out.ndim > 3 and out.shape[-2:] == (length, facts.seq_len):
         rule = "dense attention scores"
         advice = "all scores are computed at once; call moelib.kernels.flash_attention instead."
-    elif by_token and any(is_shard([out.shape[-1]], each, facts.mesh) for each in vocab):
+    elif (
+        by_token
+        and eqn.primitive.name == "dot_general"
+        and any(is_shard([out.shape[-1]], each, facts.mesh) for each in vocab)
+    ):
         if _is_of_cross_entropy(eqn):  # A single chunk, which its kernel has chosen.
             return
         rule = "whole logits"

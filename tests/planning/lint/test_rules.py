@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from moelib.kernels.cross_entropy import cross_entropy
 from moelib.planning.hlo import program as hlo
 from moelib.planning.hlo.source import SourceMap
 from moelib.planning.lint.arrays import largest_temporaries, memory_above_estimate, unscaled_memory
+from moelib.planning.lint.collectives import exposed_waits
 from moelib.planning.lint.compute import traced_large_arrays
 from moelib.planning.lint.facts import Facts, StateArray, Step, Thresholds
 from moelib.planning.lint.rules import lint, merged
@@ -124,6 +126,29 @@ def test_a_rule_finds_its_instruction_and_no_other(statement, changes, rule):
     assert found == ([(rule, statement[1])] if rule else [])
 
 
+def test_a_copy_names_who_makes_and_who_uses_it():
+    text = (
+        "ENTRY %main (a: f32[8]) -> f32[8] {\n"
+        "  %a = f32[8]{0} parameter(0)\n  %m = bf16[64,64]{1,0} negate(%a), "
+        'backend_config={"estimated_cycles":"900"}\n'
+        '  %c = bf16[64,64]{0,1} copy(%m), backend_config={"estimated_cycles":"100"}\n'
+        "  ROOT %u = f32[8]{0} dot(%c, %c)\n}\n"
+    )
+    (finding,) = lint(hlo.parse(text), FACTS)
+    assert finding.advice.startswith("negate makes it as {1,0}, dot uses it as {0,1}, 10.0% of")
+    assert lint(hlo.parse(text.replace('"100"', '"8"')), FACTS) == []  # Less than 1%.
+
+
+@pytest.mark.parametrize(("seconds", "count"), [(0.03, 1), (0.01, 0)])
+def test_what_a_played_step_waits_for_is_found_by_source(seconds, count):
+    row = {"kind": "all-gather", "axes": ["fsdp"], "source": "a.py:1 < b.py:2", "seconds": seconds}
+    rows = [row | {"phase": phase, "asynchronous": True} for phase in ("forward", "recomputed")]
+    found = list(exposed_waits(rows, 2.0))
+    assert [(each.instruction, each.count, each.locations) for each in found] == [
+        ("all-gather over fsdp (forward, recomputed)", 2, ("a.py:1", "b.py:2"))
+    ] * count
+
+
 @pytest.mark.parametrize(
     ("size", "mesh", "count"),
     [(64, FACTS.mesh, 1), (63, FACTS.mesh, 0), (64, {"data": 1, "expert": 1, "fsdp": 1}, 0)],
@@ -193,6 +218,17 @@ def test_large_arrays_are_found_in_a_trace(subscripts, shapes, dtype, rule):
     step = Step(hlo.parse(EMPTY), SMALL_STEP, SourceMap(""), Thresholds(activation=256))
     found = [each.rule for each in traced_large_arrays(step, traced)]
     assert found == ([rule] if rule else [])
+
+
+def test_logits_of_a_single_chunk_of_the_loss_are_not_found():
+    shapes = [(16, 4), (4, 32), (16,)]
+    operands = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in zip(shapes, ("bfloat16", "bfloat16", "int32"), strict=True)
+    ]
+    traced = jax.make_jaxpr(jax.grad(lambda *x: cross_entropy(*x)[0]))(*operands)
+    step = Step(hlo.parse(EMPTY), SMALL_STEP, SourceMap(""), Thresholds(activation=256))
+    assert [each.rule for each in traced_large_arrays(step, traced)] == []
 
 
 def test_equal_findings_become_one_the_largest():
