@@ -1,5 +1,3 @@
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,33 +5,10 @@ import optax
 import pytest
 
 from moelib.learner import schedules
+from tests.oracles.schedules import megatron_lr
 
 # Iterations of the seven FLAME-MoE models.
 FLAME_ITERS = (2121, 2424, 4165, 5473, 5685, 8815, 11029)
-
-
-def megatron_lr(num_steps, *, style, max_lr, min_lr, warmup, decay, wsd_decay=0, wsd_style=""):
-    """Megatron-LM's OptimizerParamScheduler.get_lr, in its units (samples), init_lr 0."""
-    if warmup > 0 and num_steps <= warmup:
-        return max_lr * num_steps / warmup
-    if num_steps > decay:
-        return min_lr
-    ratio = (num_steps - warmup) / (decay - warmup)
-    if style == "linear":
-        coeff = 1 - ratio
-    elif style == "cosine":
-        coeff = 0.5 * (math.cos(math.pi * ratio) + 1)
-    elif num_steps <= decay - wsd_decay:
-        coeff = 1.0
-    else:
-        r = (num_steps - (decay - wsd_decay)) / wsd_decay
-        coeff = {
-            "linear": 1 - r,
-            "cosine": 0.5 * (math.cos(math.pi * r) + 1),
-            "exponential": 2 * 0.5**r - 1,
-            "minus_sqrt": 1 - math.sqrt(r),
-        }[wsd_style]
-    return min_lr + coeff * (max_lr - min_lr)
 
 
 def all_steps(schedule, num_steps):

@@ -1,7 +1,7 @@
 """Bugs that are wrong on one device too: each replaces one function of moelib.
 
 Letters are those of the groups of checks: a references of layers, b gradients, c the same step in
-another form, d the learner, e data, f casts and checkpoints.
+another form, d the learner, e data, f casts and checkpoints; g bugs that the oracles find.
 """
 
 import dataclasses
@@ -17,7 +17,8 @@ from moelib.core.config import config_for_function
 from moelib.core.param import Cast
 from moelib.data.batches import lm_input, mixture, packing
 from moelib.data.batches.prefetch import Prefetcher
-from moelib.layers import initializers, norm, transformer
+from moelib.huggingface import tensor_mapping
+from moelib.layers import initializers, norm, rope, transformer
 from moelib.layers.attention.latent import LatentAttention
 from moelib.layers.feed_forward import FeedForward
 from moelib.layers.moe import dispatch
@@ -30,6 +31,8 @@ from moelib.layers.remat import remat
 from moelib.layers.transformer import ScanStack, TransformerLayer
 from moelib.learner import schedules, transforms
 from moelib.learner.optimizers import adamw_optimizer
+from moelib.models import loss as loss_module
+from moelib.models import multi_token_prediction
 from moelib.models.causal_lm import CausalLM
 from moelib.train import loop
 from moelib.train import step as step_module
@@ -309,6 +312,52 @@ def checkpoint_with_two_layers_swapped(known, self, state, record):
     swap = lambda x: x[::-1] if x.ndim > 1 and x.shape[0] == 2 else x
     swapped = lambda x: jax.device_put(swap(x), x.sharding)
     known(self, state._replace(model=jax.tree.map(swapped, state.model)), record)
+
+
+# -- g: of layers, losses, schedules and names; found by tests against oracles ---------------------
+
+
+@replaces(rope.YarnRotaryEmbedding, "frequencies")
+def fastest_pair_slowed_too(known, self, dim):
+    return known(self, dim).at[:, 0].divide(self.config.factor)
+
+
+@replaces(loss_module, "cross_entropy")
+def z_loss_of_half_its_weight(known, *args, z_loss, **rest):
+    return known(*args, z_loss=z_loss / 2, **rest)
+
+
+@replaces(moe_layer, "router_z_loss")
+def router_z_loss_of_padding_too(known, logits, mask):
+    return known(logits, jnp.ones_like(mask))
+
+
+@replaces(moe_layer, "load_balance_loss")
+def balance_of_this_micro_batch_alone(known, probs, ids, mask, *unused):
+    return known(probs, ids, mask)
+
+
+@replaces(multi_token_prediction, "_ahead")
+def every_depth_predicts_the_second_token(known, x, num):
+    return known(x, min(num, 1))
+
+
+@replaces(schedules, "wsd")
+def rate_of_the_step_before(known, *args, **options):
+    return lambda step: known(*args, **options)(step - 1)
+
+
+@replaces(FeedForward, "_create_layer_parameter_specs")
+def fan_out_for_fan_in(known, self):
+    swapped = lambda axes: dataclasses.replace(axes, in_axis=axes.out_axis, out_axis=axes.in_axis)
+    changed = lambda spec: dataclasses.replace(spec, fan_axes=swapped(spec.fan_axes))
+    return {name: changed(spec) for name, spec in known(self).items()}
+
+
+@replaces(tensor_mapping, "layer_numbers")
+def layers_in_the_order_of_their_names(known, decoder):
+    for name, numbers in known(decoder):
+        yield name, sorted(numbers, key=str)
 
 
 BUGS = [each for each in list(globals().values()) if isinstance(each, Bug) and each.expected]

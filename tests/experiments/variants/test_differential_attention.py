@@ -16,8 +16,8 @@ from moelib.train.pipeline import stack_of
 from tests import tiny
 from tests.experiments.variants.compare import assert_equal_to_reference
 from tests.layers.calling import build, initial, normal
-from tests.oracles.attention import rotated
 from tests.oracles.moe import softmax
+from tests.oracles.rope import rotated
 
 B, S, D, H, G, Dh = 2, 7, 6, 8, 4, 4
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 0]], np.int32)
