@@ -31,27 +31,6 @@ def on_one_device() -> Any:
     return params, tiny.value_and_grad(scan_model(), params, tiny.packed_batch())
 
 
-@pytest.mark.slow  # Verification of a config and layers run on meshes in every run.
-@pytest.mark.parametrize(
-    "axes",
-    [
-        {"data": 8},
-        {"fsdp": 8},
-        {"data": 2, "fsdp": 2, "model": 2},
-        {"expert": 2, "seq": 2, "model": 2},
-    ],
-    ids=str,
-)
-def test_every_mesh_gives_the_values_of_one_device(axes):
-    model, (params, want) = scan_model(), on_one_device()
-    mesh = tiny.mesh(**axes)
-    shardings = named_shardings(model.create_parameter_specs_recursively(), mesh)
-    with jax.set_mesh(mesh):
-        placed = jax.device_put(params, shardings)
-        got = tiny.value_and_grad(model, placed, tiny.packed_batch())
-    tiny.assert_trees_close(got, want)
-
-
 def test_initial_values_do_not_depend_on_the_mesh():
     model, mesh = scan_model(), tiny.mesh(data=2, fsdp=2, model=2)
     shardings = named_shardings(model.create_parameter_specs_recursively(), mesh)

@@ -23,9 +23,8 @@ from moelib.layers.attention.latent import LatentAttention
 from moelib.layers.feed_forward import FeedForward
 from moelib.layers.moe import dispatch
 from moelib.layers.moe import layer as moe_layer
-from moelib.layers.moe.balance import BalanceScope, BiasBalancing, LoadBalanceLoss, RouterZLoss
-from moelib.layers.moe.dispatch import Dispatcher, SortedDispatcher
-from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
+from moelib.layers.moe.balance import BiasBalancing, LoadBalanceLoss, RouterZLoss
+from moelib.layers.moe.dispatch import SortedDispatcher
 from moelib.layers.moe.router import Router
 from moelib.layers.remat import remat
 from moelib.layers.transformer import ScanStack, TransformerLayer
@@ -42,15 +41,13 @@ from tests.tiny import model_config, plain_moe, stacked, trainer_config, transfo
 from tests.verify.bugs import Bug, replaces
 
 
-def rich(
-    scope: BalanceScope = BalanceScope.MICRO_BATCH, dispatcher: type[Dispatcher] = SortedDispatcher
-) -> SpmdTrainer.Config:
-    """Returns a tiny trainer that uses every feature that a bug is planted in, but for fields."""
+def rich() -> SpmdTrainer.Config:
+    """Returns a tiny trainer that uses every feature that a bug is planted in."""
     feed_forward = plain_moe(
         router=Router.default_config().set(bias_balancing=BiasBalancing.default_config()),
-        dispatcher=dispatcher.default_config(),
+        dispatcher=SortedDispatcher.default_config(),
         shared_experts=FeedForward.default_config().set(hidden_dim=8),
-        load_balance_loss=LoadBalanceLoss.default_config().set(weight=0.1, scope=scope),
+        load_balance_loss=LoadBalanceLoss.default_config().set(weight=0.1),
         router_z_loss=RouterZLoss.default_config().set(weight=0.03),
         report_expert_counts=True,
     )
@@ -86,11 +83,6 @@ def rich(
     cfg.input.set(seq_len=32, vocab_size=64)
     cfg.input.source.set(num_documents=60, max_document_tokens=32)
     return cfg.set(num_microbatches=2)
-
-
-def with_capacity() -> SpmdTrainer.Config:
-    """Returns the tiny trainer with experts that drop tokens."""
-    return rich(dispatcher=CapacityDispatcher)
 
 
 # -- a: references of layers -----------------------------------------------------------------------

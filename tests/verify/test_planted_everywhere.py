@@ -31,9 +31,8 @@ def test_each_bug_is_found_by_the_check_nearest_to_it(bug, monkeypatch):
     on_mesh = "cast" in bug.name or bug.expected == "bfloat16"
     axes = [{"expert": 2}] if on_mesh else []
     devices = jax.devices()[: 1 + len(axes)]
-    cfg = (bug.config or planted.rich)()
     with tempfile.TemporaryDirectory() as folder:
-        found = list(run_checks(cfg, axes, devices, folder))[-1]
+        found = list(run_checks(planted.rich(), axes, devices, folder))[-1]
     assert found.status is Status.FAILED, found
     assert found.check == bug.expected
     jax.clear_caches()
