@@ -52,15 +52,13 @@ def test_old_ones_are_deleted(tmp_path):
     assert list(list_checkpoints(tmp_path)) == [4, 6, 8]
 
 
-def test_best_without_a_metric_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="keep_best_n=1"):
-        make(tmp_path, keep_best_n=1)
-
-
-@pytest.mark.parametrize("name", ["keep_last_n", "keep_every_n_steps", "keep_best_n"])
-def test_negative_numbers_of_checkpoints_are_refused(tmp_path, name):
-    with pytest.raises(ValueError, match=f"{name}=-1"):
-        make(tmp_path, **{name: -1})
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("keep_last_n", -1), ("keep_every_n_steps", -1), ("keep_best_n", -1), ("keep_best_n", 1)],
+)
+def test_numbers_below_0_or_of_the_best_without_a_metric_are_refused(tmp_path, name, number):
+    with pytest.raises(ValueError, match=f"{name}={number}"):
+        make(tmp_path, **{name: number})
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -104,10 +104,3 @@ def test_llama3_slows_pairs_by_their_wavelength(settings):
     x = normal(2, 4, 3, 128)
     got = call(layer, {}, x, POSITIONS)
     np.testing.assert_allclose(np.linalg.norm(got, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-5)
-
-
-@pytest.mark.parametrize("make", [yarn, llama3])
-def test_a_factor_of_one_is_the_plain_embedding(make):
-    scaled = make(factor=1.0)
-    plain = build(RotaryEmbedding.default_config(), theta=scaled.config.theta)
-    np.testing.assert_allclose(scaled.frequencies(64), plain.frequencies(64), rtol=1e-6)

@@ -16,6 +16,7 @@ class Bug(NamedTuple):
     owner: Any  # The class or module of the function.
     attribute: str
     expected: str  # The check that finds it first, or what the check names.
+    config: Callable[[], Any] | None  # A trainer config that has the function, if not all have it.
 
     @property
     def name(self) -> str:
@@ -34,6 +35,8 @@ class Bug(NamedTuple):
         monkeypatch.setattr(self.owner, self.attribute, in_context(wrong) if is_layer else wrong)
 
 
-def replaces(owner: Any, attribute: str, expected: str = "") -> Callable[[Callable[..., Any]], Bug]:
+def replaces(
+    owner: Any, attribute: str, expected: str = "", config: Callable[[], Any] | None = None
+) -> Callable[[Callable[..., Any]], Bug]:
     """Returns a decorator that makes a bug of a function."""
-    return lambda replacement: Bug(replacement, owner, attribute, expected)
+    return lambda replacement: Bug(replacement, owner, attribute, expected, config)
