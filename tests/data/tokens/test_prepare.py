@@ -123,7 +123,8 @@ def test_sigterm_ends_workers_and_prints_nothing(tmp_path):
     process = start("-c", command)
     deadline = time.monotonic() + 120
     while not all((tmp_path / name).exists() for name in "ab"):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     process.terminate()
     ((_, errors),) = finish(process, code=143)
