@@ -56,12 +56,12 @@ class RunFolder:
 
     @functools.cached_property
     def checkpoints(self) -> str:
-        """The folder of the run's checkpoints, also if its `checkpointer.dir` is elsewhere.
-
-        Raises:
-            UserError: If run.json, which then names it, cannot be read.
-        """
-        elsewhere = read_json(self.file(_RUN_FILE)).get("checkpoints")
+        """The folder of the run's checkpoints, which run.json names if it is elsewhere."""
+        try:
+            elsewhere = read_json(self.file(_RUN_FILE)).get("checkpoints")
+        except UserError as error:
+            logger.warning("%s Checkpoints are read from %s.", error, self.own_checkpoints)
+            elsewhere = None
         if not isinstance(elsewhere, str):
             return self.own_checkpoints
         return elsewhere if storage.is_remote(elsewhere) else self.file(elsewhere)
