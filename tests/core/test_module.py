@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moelib.core.axlearn_names import clone_context_stack, install_context_stack
 from moelib.core.config import (
     REQUIRED,
     FrozenConfigError,
@@ -18,7 +17,7 @@ from moelib.core.config import (
     config_class,
     config_for_function,
 )
-from moelib.core.context import OutputConflictError, current_context
+from moelib.core.context import OutputConflictError, context_stack, current_context
 from moelib.core.metrics import weighted
 from moelib.core.module import (
     ChildNameConflictError,
@@ -394,11 +393,11 @@ def test_threads_have_contexts_of_their_own():
 
     def in_thread(stack: Any) -> None:
         seen.append(current_context())
-        install_context_stack(stack)
+        context_stack()[:] = stack
         seen.append(module.a.transposed(X).tolist())
 
     def forward(m: Any) -> None:
-        thread = threading.Thread(target=in_thread, args=(clone_context_stack(),))
+        thread = threading.Thread(target=in_thread, args=(list(context_stack()),))
         thread.start()
         thread.join()
 
