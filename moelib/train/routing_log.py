@@ -118,7 +118,7 @@ class RoutingEvaler(Watcher):
     def started(self) -> None:
         """Opens the input, and makes up for a log that the stopped run had no time for."""
         _ = self._data.input
-        if self.run.restored is not None:
+        if self.run.start.restored is not None:
             self._log(self.run.step, unless_complete=True)
 
     def between_steps(self, step: int) -> None:
