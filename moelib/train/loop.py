@@ -31,7 +31,7 @@ from moelib.train.signals import StopRequest, ended_by_sigterm
 from moelib.train.start import Point, Start
 from moelib.train.throughput import Throughput
 from moelib.train.trained import Trained
-from moelib.train.watcher import Activity, Watcher
+from moelib.train.watcher import Activity, Run, Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +40,8 @@ class _WorkStopped(Exception):  # noqa: N818 (not an error)
     """Work between steps, such as an evaluation, was ended by a request to stop."""
 
 
-class TrainLoop:
-    """One start of a trainer, from its current state to the end, inside `jax.set_mesh`.
-
-    It is the `Run` of the trainer's watchers.
-    """
+class TrainLoop(Run):
+    """One start of a trainer, from its current state to the end, inside `jax.set_mesh`."""
 
     def __init__(self, trainer: Trained, start: Start, *, stop: StopRequest) -> None:
         """Takes the trainer, the facts of its state, and the request to stop."""
@@ -125,21 +122,9 @@ class TrainLoop:
         """Returns the seconds of this start by `throughput.PARTS`, without the first step's."""
         return self._throughput.seconds()
 
-    def is_logged(self, step: int) -> bool:
-        """Returns whether the metrics of a step are logged if nothing is wrong with it."""
-        return step % self.config.log_every_n_steps == 0 or step == self.config.max_step
-
     def spent_on(self, part: str) -> contextlib.AbstractContextManager[None]:
         """Counts the time of a block for one of `throughput.PARTS`."""
         return self._throughput.spent_on(part)
-
-    def stop(self, reason: str) -> None:
-        """Ends the run after the current step, with a checkpoint."""
-        self.stopped_by = reason
-
-    def note(self, event: str, **fields: Any) -> None:
-        """Appends an event to the run's log."""
-        self.folder.note(event, **fields)
 
     def print(self, line: str) -> None:
         """Prints a line above the progress bar."""

@@ -158,9 +158,7 @@ def watchers_of(cfg: Any) -> dict[str, Watcher.Config]:
             timeout_seconds=cfg.watchdog_timeout_seconds,
             crash_timeout_seconds=cfg.crash_on_hang_timeout_seconds,
         ),
-        "profiler": ProfilerWindow.default_config().set(
-            start_steps=cfg.start_trace_steps, num_steps=cfg.num_trace_steps
-        ),
+        "profiler": ProfilerWindow.default_config(),
     }
     if cfg.log_gradient_noise:
         found["gradient_noise"] = NoiseScale.default_config()

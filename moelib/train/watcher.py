@@ -80,6 +80,7 @@ class Run(Protocol):
 
     def is_logged(self, step: int) -> bool:
         """Returns whether the metrics of a step are logged if nothing is wrong with it."""
+        return step % self.config.log_every_n_steps == 0 or step == self.config.max_step
 
     def spent_on(self, part: str) -> AbstractContextManager[None]:
         """Counts the time of a block for one of `throughput.PARTS`."""
@@ -89,9 +90,11 @@ class Run(Protocol):
 
     def stop(self, reason: str) -> None:
         """Ends the run after the current step, with a checkpoint."""
+        self.stopped_by = reason
 
     def note(self, event: str, **fields: Any) -> None:
         """Appends an event of JSON values to the run's log, `events.jsonl`."""
+        self.folder.note(event, **fields)
 
     def print(self, line: str) -> None:
         """Prints a line above the progress bar, on process 0."""
