@@ -28,9 +28,6 @@ from moelib.train.watchers.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
-# Settings that a resumed run may change if `accept_changes` names them: all further steps differ.
-ACCEPTABLE = ("schedule", "train_dtype", "accumulation", "config", "tokenizer")
-
 
 def check_config(cfg: Any) -> None:
     """Checks a `SpmdTrainer.Config`.
@@ -55,7 +52,6 @@ def check_config(cfg: Any) -> None:
             f"{batch_size}."
         )
     _check_folders(cfg)
-    _check_acceptable(cfg.accept_changes or ())
     _check_course(cfg)
     if cfg.checkpointer is not None and (metric := cfg.checkpointer.best_metric) is not None:
         evaler = metric.partition("/")[0]
@@ -64,12 +60,6 @@ def check_config(cfg: Any) -> None:
                 f"checkpointer.best_metric is {metric!r}, but there is no evaler {evaler!r}; "
                 + did_you_mean(evaler, cfg.evalers)
             )
-
-
-def _check_acceptable(names: Sequence[str]) -> None:
-    for name in names:
-        if name not in ACCEPTABLE:
-            raise UserError(f"accept_changes has {name!r}; {did_you_mean(name, ACCEPTABLE)}")
 
 
 def _check_course(cfg: Any) -> None:

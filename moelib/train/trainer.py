@@ -39,7 +39,7 @@ from moelib.parallel.mesh import (
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.runs import course
 from moelib.runs.folder import RunFolder
-from moelib.runs.identity import check_directory, check_inputs, check_processes
+from moelib.runs.identity import AcceptedChange, check_directory, check_inputs, check_processes
 from moelib.runs.input_state import gather_input_state, input_state_of
 from moelib.runs.model_files import check_tokenizers, save_tokenizer
 from moelib.runs.routing_file import discard_after
@@ -127,7 +127,7 @@ class SpmdTrainer(StepProgram):
         # (max_step or decay_steps), "train_dtype", "accumulation" (num_microbatches), "config"
         # (settings that determine the numbers of a run). Also "tokenizer": the input has another
         # one than the initial weights or an evaler. None accepts nothing.
-        accept_changes: Sequence[str] | None = None
+        accept_changes: Sequence[AcceptedChange] | None = None
         # Step whose checkpoint the run resumes from, once; later ones are moved aside. None resumes
         # from the newest.
         rewind_to: NonNegativeInt | None = None
@@ -419,40 +419,28 @@ class SpmdTrainer(StepProgram):
 
         `checked` is the step whose config is known to be this run's.
         """
-        begin, cfg = time.perf_counter(), self.config
+        begin, cfg, saver = time.perf_counter(), self.config, self.saver
         self.folder.note("start", time=round(began, 3), num_processes=jax.process_count())
         watchdog = Watchdog.default_config().set(timeout_seconds=cfg.watchdog_timeout_seconds)
         activity = Activity(self.step, time.monotonic(), ", while the run restores")
         with watchdog.instantiate().watch(activity), ended_by_sigterm("restoring"):
             step = self.restore_checkpoint()
             if step is None:
-                # Opened first: missing data is an error before computations.
-                weights = None if self._init_from is None else self._init_from.folder
-                agreed(lambda: self.input)
-                fits = agreed(lambda: check_tokenizers(self.config, weights))
-                if self._init_from is not None and not self._origin:
-                    earlier = self._init_from.earlier_step(course.course_of(self.folder))
-                    self._origin = {} if earlier is None else {"step": earlier}
-                self.init(prng_key)
-                if weights is not None and fits:
-                    on_process_0(lambda: copy_files(weights, self.config.dir))
-                if self._origin and jax.process_index() == 0:
-                    self.folder.note(course.INIT_FROM, **self._origin)
-                    logger.warning("The run starts from %(run)s, step %(step)s.", self._origin)
-            elif self.config.init_from is not None and not self._origin:
+                self._begin(prng_key)
+            elif cfg.init_from is not None and not self._origin:
                 logger.warning(
                     "init_from.run=%s is ignored: %s has a checkpoint of step %d; set another dir "
                     "(--trainer_dir) to start from it.",
-                    *(self.config.init_from.run, self.config.dir, step),
+                    *(cfg.init_from.run, cfg.dir, step),
                 )
-            if step is not None and step < self.config.max_step:
-                agreed(lambda: check_tokenizers(self.config, self.config.dir))
+            if step is not None and step < cfg.max_step:
+                agreed(lambda: check_tokenizers(cfg, cfg.dir))
             restored = self.restored
             if restored is not None and step != checked:  # Local, or before a damaged one.
                 mesh = self.mesh().shape
                 agreed(lambda: check_directory(cfg, self.folder, restored.record, mesh=mesh))
-        if self.config.checkpointer is not None and self.checkpointer.local is not None:
-            self.checkpointer.local.delete_after(self.step)
+        if saver is not None and saver.local is not None:
+            saver.local.delete_after(self.step)
         on_process_0(lambda: discard_after(cfg.dir, self.step))
         events = course.course_of(self.folder)
         return Start(
@@ -463,6 +451,22 @@ class SpmdTrainer(StepProgram):
             began=began,
             restore_seconds=time.perf_counter() - begin,
         )
+
+    def _begin(self, prng_key: jax.Array | int | None) -> None:
+        """Initializes the state of a new run, from elsewhere if `init_from` is set."""
+        cfg, init_from = self.config, self._init_from
+        weights = None if init_from is None else init_from.folder
+        agreed(lambda: self.input)  # Missing data is an error before computations.
+        fits = agreed(lambda: check_tokenizers(cfg, weights))
+        if init_from is not None and not self._origin:
+            earlier = init_from.earlier_step(course.course_of(self.folder))
+            self._origin = {} if earlier is None else {"step": earlier}
+        self.init(prng_key)
+        if weights is not None and fits:
+            on_process_0(lambda: copy_files(weights, cfg.dir))
+        if self._origin and jax.process_index() == 0:
+            self.folder.note(course.INIT_FROM, **self._origin)
+            logger.warning("The run starts from %(run)s, step %(step)s.", self._origin)
 
     def _take_steps(self, start: Start, prng_key: jax.Array | int | None) -> dict[str, Any]:
         """Runs the loop, again from the newest checkpoint after each bad step to take again."""
