@@ -71,7 +71,7 @@ class TrainLoop(Run):
         )
         self._evaluations = Evaluations(
             trainer.evalers,
-            None if start.restored is None else start.restored.record,
+            start.record,
             best_metric=None if trainer.saver is None else trainer.saver.config.best_metric,
             weight="num_tokens" if model.is_language_model else "weight",
         )

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from moelib.checkpoint.contents import CheckpointRecord
 from moelib.checkpoint.restore import Restored
 
 
@@ -26,6 +27,11 @@ class Start:
     # Time of the start, in seconds since 1970.
     began: float = dataclasses.field(default_factory=time.time)
     restore_seconds: float = 0.0  # Time of restoring or initializing the state.
+
+    @property
+    def record(self) -> CheckpointRecord | None:
+        """The record of the checkpoint."""
+        return None if self.restored is None else self.restored.record
 
     @property
     def point(self) -> Point:

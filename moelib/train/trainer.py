@@ -213,7 +213,7 @@ class SpmdTrainer(StepProgram):
 
     def best_step(self) -> int | None:
         """Returns the step of the best checkpoint; see `Checkpointer.best_step`."""
-        return None if self.config.checkpointer is None else self.checkpointer.best_step()
+        return None if self.saver is None else self.saver.best_step()
 
     def _params_on_host(self) -> Any:
         """Returns the current result as NumPy arrays; None without state."""
@@ -275,11 +275,11 @@ class SpmdTrainer(StepProgram):
             InsufficientMemoryError: If the state does not fit into memory.
             ValueError: If the position in the data cannot be restored on this number of processes.
         """
-        if self.config.checkpointer is None:
+        if self.saver is None:
             return None
         check_memory(self.trainer_state_specs, self.trainer_state_shardings)
         target = sharding.abstract_state(self.trainer_state_specs, self.trainer_state_shardings)
-        restored = self.checkpointer.restore(target, step=step)
+        restored = self.saver.restore(target, step=step)
         self.restored = None
         if restored is None:
             return None
