@@ -19,12 +19,7 @@ from moelib.learner.learner import Learner
 from moelib.models.model import Model
 from moelib.parallel import sharding
 from moelib.parallel.auto_sharding.specs import ShardingReport
-from moelib.parallel.mesh import (
-    HybridMeshShape,
-    create_device_mesh,
-    describe_mesh,
-    shared_sides,
-)
+from moelib.parallel.mesh import HybridMeshShape, create_device_mesh, describe_mesh, shared_sides
 from moelib.parallel.pipeline.schedule import check_microbatches
 from moelib.train import state as state_lib
 from moelib.train.compiler_options import compile_with, step_options

@@ -6,11 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moelib.checkpoint.writers import check_url
-from moelib.core.config import (
-    REQUIRED,
-    RequiredFieldMissingError,
-    did_you_mean,
-)
+from moelib.core.config import REQUIRED, RequiredFieldMissingError, did_you_mean
 from moelib.core.config_text import join_path, sub_configs
 from moelib.core.errors import UserError
 from moelib.core.precision import check_float

@@ -31,11 +31,7 @@ from moelib.huggingface.pretrained import FILES, copy_files
 from moelib.kernels.check import check_kernels
 from moelib.learner.learner import Learner
 from moelib.parallel import sharding
-from moelib.parallel.mesh import (
-    MESH_AXIS_NAMES,
-    HybridMeshShape,
-    mesh_shape_from_axes,
-)
+from moelib.parallel.mesh import MESH_AXIS_NAMES, HybridMeshShape, mesh_shape_from_axes
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.runs import course
 from moelib.runs.folder import RunFolder
@@ -53,9 +49,7 @@ from moelib.train.loop import TrainLoop
 from moelib.train.memory import check_memory
 from moelib.train.program import StepProgram
 from moelib.train.readable import check_readable
-from moelib.train.settings import (
-    watchers_of,
-)
+from moelib.train.settings import watchers_of
 from moelib.train.signals import StopRequest, ended_by_sigterm
 from moelib.train.start import Start
 from moelib.train.state import TrainerState
