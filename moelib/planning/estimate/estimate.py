@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from moelib.kernels import hopper
 from moelib.parallel import sharding
 from moelib.planning.estimate import transfers
 from moelib.planning.estimate.candidates import Candidate
@@ -262,8 +263,12 @@ def _hbm_bytes(placement: Placement, candidate: Candidate, tokens: float) -> flo
 
 def _writes_scores(work: Workload, accelerator: Accelerator) -> bool:
     """Returns whether attention runs in plain XLA, which writes blocks of scores to HBM."""
-    has_kernel = accelerator.platform == "tpu" and work.head_dim >= _LEAST_HEAD_DIM
-    return (work.attention_backend or ("tpu" if has_kernel else "xla")) in ("xla", "reference")
+    if work.attention_backend is not None:
+        return work.attention_backend in ("xla", "reference")
+    if accelerator.platform == "gpu":
+        hopper_takes = work.head_dim % hopper.SIDE == 0 and work.compute_dtype != "float32"
+        return not (hopper_takes and hopper.is_hopper(accelerator.device_kind))
+    return accelerator.platform != "tpu" or work.head_dim < _LEAST_HEAD_DIM
 
 
 def _seconds(parts: Mapping[str, float], layers: float, pipeline: Pipeline) -> Range:

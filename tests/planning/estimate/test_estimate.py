@@ -18,7 +18,12 @@ from moelib.planning.estimate.candidates import (
     current_candidate,
     rules_of,
 )
-from moelib.planning.estimate.estimate import _SCORES_BACKWARD, _SCORES_FORWARD, Estimator
+from moelib.planning.estimate.estimate import (
+    _SCORES_BACKWARD,
+    _SCORES_FORWARD,
+    Estimator,
+    _writes_scores,
+)
 from moelib.planning.estimate.links import Links
 from moelib.planning.estimate.memory import Placement, at_peak
 from moelib.planning.estimate.pipeline import pipeline_of
@@ -189,6 +194,25 @@ def test_plain_attention_writes_its_scores_and_kernels_do_not(tiny):
         found = Estimator(changed, rules_of(cfg), {})(each)
         seconds[backend] = found.seconds_at_peak["HBM"]
     assert seconds[None] == seconds["xla"] > seconds["cudnn"]
+
+
+@pytest.mark.parametrize(
+    ("topology", "head_dim", "dtype", "written"),
+    [
+        ("h100:1x8", 64, "bfloat16", False),
+        ("h100:1x8", 96, "bfloat16", True),
+        ("h100:1x8", 64, "float32", True),
+        ("a100:1x8", 64, "bfloat16", True),
+        ("b200:1x8", 64, "bfloat16", True),
+        ("v6e:2x2", 64, "float32", False),
+        ("v6e:2x2", 32, "bfloat16", True),
+    ],
+)
+def test_attention_writes_its_scores_where_no_kernel_takes_it(
+    tiny, topology, head_dim, dtype, written
+):
+    work = dataclasses.replace(tiny[1], head_dim=head_dim, compute_dtype=dtype)
+    assert _writes_scores(work, describe(topology).accelerator) == written
 
 
 def test_xla_attention_moves_as_many_bytes_as_compiled():
