@@ -17,7 +17,7 @@ from tests.kernels.flash_attention.cases import (
     operands,
     pulled,
 )
-from tests.kernels.gpu_topology import A100
+from tests.kernels.gpu_topology import A100, H100
 from tests.oracles.attention import attention
 
 SPEC = MaskSpec(8**-0.5)
