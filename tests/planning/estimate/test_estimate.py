@@ -28,7 +28,7 @@ from moelib.planning.estimate.links import Links
 from moelib.planning.estimate.memory import Placement, at_peak
 from moelib.planning.estimate.pipeline import pipeline_of
 from moelib.planning.estimate.transfers import is_windowed, token_transfers, traffic
-from moelib.planning.estimate.workload import read_workload
+from moelib.planning.estimate.workload import Leaf, read_workload
 from moelib.planning.hardware.topologies import describe
 from moelib.planning.hlo import program as hlo
 from moelib.planning.report.collectives import collectives_by_axes
@@ -183,6 +183,20 @@ def test_each_chunk_of_the_loss_reads_and_writes_the_heads_gradient(tiny):
     # In float32: the gradient read and written, the head read twice.
     assert read(tokens // 4) - read(tokens // 2) == 2 * 16 * head
     assert read(tokens // 2) - read(tokens) == (2 * 16 - 12) * head  # One chunk only writes it.
+
+
+def test_gpus_hold_no_gradients_of_stacked_weights_beside_their_sums(tiny):
+    cfg, work, _ = tiny
+    stacked = Leaf((6, 8, 4), ("layers", None, None), 4, 2, 2, in_decoder=True, trained=True)
+    work = dataclasses.replace(work, parameters=(*work.parameters, stacked))
+
+    def held(topology, num_microbatches):
+        each = Candidate(describe(topology), Mesh((("fsdp", 4),)), 1, num_microbatches, FULL)
+        pipeline = pipeline_of(work, None, 1, num_microbatches)
+        return Placement(work, each, rules_of(cfg)).memory(each, pipeline)["gradients"]
+
+    assert held("h100:1x4", 1) == held("v6e:2x2", 1) == held("v6e:2x2", 2)
+    assert held("h100:1x4", 1) - held("h100:1x4", 2) == 2 * 6 * 8 * 4
 
 
 def test_plain_attention_writes_its_scores_and_kernels_do_not(tiny):
