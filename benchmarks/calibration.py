@@ -143,8 +143,8 @@ Rates are in tokens per second per device; a device of tpu7x is half a chip. GiB
 moelib would hold for such a step, dropless and with parameters and moments in float32; other
 systems hold less where they drop tokens or store lower precision. Rates are of systems with kernels
 for attention, without empty rows in the buffers of experts and with pipelines whose ranks wait for
-their inputs only: moelib's own plans count what its attention in plain XLA on GPUs, its buffers for
-any routing and its ticks in lockstep add.
+their inputs only: moelib's own plans count what its attention in plain XLA on A100 and B200, its
+buffers for any routing and its ticks in lockstep add.
 
 The efficiencies below were chosen with these runs in view, before pipelines were estimated as such.
 The table therefore shows how well one set of them fits all runs, not how well an unknown run is

@@ -116,10 +116,19 @@ class CastAtUse:
     value: Any  # The parameter in its own dtype.
     gradient_of: Any  # Array of its shape that takes the gradient, in its dtype; never read.
     dtype: Any = dataclasses.field(metadata={"static": True})  # The compute dtype.
+    # Whether the gradient is added to a slice of a float32 sum, which `gradient_of` stands for.
+    is_summed: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def cast(self) -> jax.Array:
         """Returns the value in the compute dtype."""
-        return _cast_with_gradient_of(self.value, self.gradient_of, self.dtype)
+        at = self.gradient_of
+        if self.is_summed:
+            # Rounds the gradient. In the shape of the slice, XLA for GPUs adds it to the sum in one
+            # kernel; otherwise it copies the slice before.
+            limits = jnp.finfo(self.dtype)
+            at = jax.lax.reduce_precision(at, limits.nexp, limits.nmant).astype(self.dtype)
+            at = jax.lax.optimization_barrier(at[None])[0]
+        return _cast_with_gradient_of(self.value, at, self.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))

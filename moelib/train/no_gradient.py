@@ -6,6 +6,7 @@ constant zeros in the traced step, which is where they are found: nothing is com
 
 import logging
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,7 +36,9 @@ _SUMS = (
     "convert_element_type",
     "name",
     "neg",
+    "optimization_barrier",
     "pvary",
+    "reduce_precision",
     "reduce_sum",
     "reshape",
     "scatter-add",
@@ -48,14 +51,34 @@ _SUMS = (
 _PRODUCTS = ("dot_general", "mul")
 
 
+class _Sum:
+    """A ref of a trace to which gradients are added, layer by layer."""
+
+    is_zero = True  # Whether only zeros are added.
+
+
+def _results_of_sum(kind: str, zeros: Sequence[Any]) -> list[Any] | None:
+    """Returns the results of an equation that makes, adds to or reads a ref; None for another."""
+    if kind == "new_ref":
+        return [_Sum()]
+    if not zeros or not isinstance(zeros[0], _Sum):
+        return None
+    if kind == "addupdate":
+        zeros[0].is_zero &= zeros[1]
+        return []
+    return [zeros[0].is_zero] if kind == "freeze" else None
+
+
 def paths_without_gradient(jaxpr: Any) -> set[str]:
     """Returns the path of each tagged gradient that is a constant zero."""
     paths: set[str] = set()
 
-    def rule(eqn: Any, zeros: list[bool]) -> list[bool]:
+    def rule(eqn: Any, zeros: list[Any]) -> list[Any]:
+        kind, num_results = eqn.primitive.name, len(eqn.outvars)
+        if (results := _results_of_sum(kind, zeros)) is not None:
+            return results
         pairs = zip(eqn.invars, zeros, strict=True)
         floats = [zero for v, zero in pairs if jnp.issubdtype(v.aval.dtype, jnp.floating)]
-        kind, num_results = eqn.primitive.name, len(eqn.outvars)
         zero_sum = kind in _SUMS and floats and all(floats)
         if zero_sum or (kind in _PRODUCTS and any(floats)):
             name = str(eqn.params.get("name", ""))
@@ -64,14 +87,17 @@ def paths_without_gradient(jaxpr: Any) -> set[str]:
             return [True] * num_results
         found = [False] * num_results
         for inner in inner_jaxprs(eqn):  # Gradients of micro-batches are inside a scan.
-            outputs = zero_outputs(inner.jaxpr)
+            # A branch has all operands but the first, a loop's body those of a loop.
+            outputs = zero_outputs(inner.jaxpr, zeros[len(zeros) - len(inner.jaxpr.invars) :])
             # A scan's carry and stacked results, or the results of a wrapped function.
             if inner.trip_count and len(outputs) == num_results and kind != "cond":
                 found = list(map(operator.or_, found, outputs))
         return found
 
-    def zero_outputs(jaxpr: Any) -> list[bool]:
-        return evaluate(jaxpr, [False] * len(jaxpr.invars), rule, is_zero)
+    def zero_outputs(jaxpr: Any, operands: Sequence[Any] = ()) -> list[bool]:
+        sums = [x if isinstance(x, _Sum) else False for x in operands]
+        arguments = sums if len(sums) == len(jaxpr.invars) else [False] * len(jaxpr.invars)
+        return evaluate(jaxpr, arguments, rule, is_zero)
 
     is_zero = lambda v: isinstance(v, Literal) and bool(np.all(v.val == 0))
     zero_outputs(jaxpr)

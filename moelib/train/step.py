@@ -4,8 +4,9 @@ Their results are those of the global batch: means are weighted by tokens, over 
 micro-batches.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -40,12 +41,16 @@ def make_train_step(
     num_microbatches: int = 1,
     pipeline: PipelineConfig | None = None,
     log_gradient_noise: bool = False,
+    sum_by_layer: bool = False,
 ) -> TrainStep:
     """Returns the function (state, batch) -> (state after the step, metrics of the step).
 
     The objective is the loss plus the auxiliary losses. Parameters without optimizer take the state
     updates of their layers, unless they are frozen; a step that the learner skips changes nothing.
     The step casts trainable parameters to `train_dtype` for both passes; None casts none.
+
+    With `sum_by_layer`, the gradients of weights that layers cast are added to the sums over
+    micro-batches layer by layer, so that those of one are never held for all layers.
 
     Metrics: those of the model (see `SpmdTrainer`), its layers and the learner; `num_tokens`, the
     tokens of the loss; `objective`, nats per token; `non_finite`, 1 if the new parameters are not
@@ -58,7 +63,7 @@ def make_train_step(
     """
     precision.check_gradients(model.create_parameter_specs_recursively(), train_dtype)
     if pipeline is None:
-        run = functools.partial(_accumulate, log_gradient_noise)
+        run = functools.partial(_accumulate, log_gradient_noise, sum_by_layer)
     else:
         run = functools.partial(accumulate_in_pipeline, pipeline)
     gradient_noise.check(log_gradient_noise, num_microbatches, in_pipeline=pipeline is not None)
@@ -89,6 +94,7 @@ def make_train_step(
 
 def _accumulate(
     log_gradient_noise: bool,
+    sum_by_layer: bool,
     model: Model,
     learner: Learner,
     params: Nested,
@@ -107,8 +113,15 @@ def _accumulate(
     }
     values |= quantized_weights(params, specs, train_dtype)  # Once for all micro-batches.
     counts = model.token_counts(batch)
+    summed: dict[str, Any] = {}
+    if sum_by_layer and num_microbatches > 1 and counts is not None and not log_gradient_noise:
+        # The weights of micro-batches are 1 then.
+        late = {k: x for k, x in values.items() if isinstance(x, precision.CastAtUse)}
+        values |= {path: dataclasses.replace(x, is_summed=True) for path, x in late.items()}
+        zeros = {k: jnp.zeros(x.value.shape, jnp.float32) for k, x in late.items()}
+        summed = {k: sharding.constrain(x, specs[k].axes) for k, x in zeros.items()}
 
-    def micro_step(batch: Batch, carry: Any) -> Any:
+    def micro_step(batch: Batch, carry: Any, sums: Mapping[str, Any] | None) -> Any:
         fixed, index = carry
         shares = _shares(model.token_counts(batch), counts, num_microbatches)
 
@@ -123,10 +136,12 @@ def _accumulate(
             dtype = precision.gradient_dtype(specs[path], train_dtype)
             if path not in values:
                 return x.astype(dtype)
+            dtype = "float32" if path in summed else dtype
             return sharding.constrain(jnp.zeros(x.shape, dtype), specs[path].axes)
 
         at = tree.map_by_path(start, trained)
-        (value, (metrics, updates)), gradients = jax.value_and_grad(objective, has_aux=True)(at)
+        value, pull, (metrics, updates) = jax.vjp(objective, at, has_aux=True)
+        gradients = _pull_back(pull, value, at, sums or {})
         new_fixed = updated(fixed, updates, trained, learner)
         weight = metrics["loss"].weight if counts is None else jnp.ones(())
         if log_gradient_noise:
@@ -135,8 +150,18 @@ def _accumulate(
         return value, weight, tag_gradients(gradients), metrics, (new_fixed, index + 1)
 
     carry = (fixed, jnp.zeros((), jnp.int32))
-    done = accumulate(micro_step, batch, num_microbatches=num_microbatches, state=carry)
-    return done._replace(state=done.state[0])
+    done = accumulate(
+        micro_step, batch, num_microbatches=num_microbatches, state=carry, sums=summed
+    )
+    sums = tag_gradients(tree.unflatten(done.sums or {}))
+    return done._replace(state=done.state[0], gradients=tree.merge(done.gradients, sums))
+
+
+def _pull_back(pull: Any, value: jax.Array, at: Nested, sums: Mapping[str, Any]) -> Nested:
+    """Adds the gradients of a `jax.vjp` at some arrays to the refs; returns those without one."""
+    targets = tree.map_by_path(lambda path, _: sums.get(path, jax.ad.GradValue()), at)
+    (gradients,) = pull.with_refs(targets)(jnp.ones_like(value))
+    return tree.select(gradients, lambda path: path not in sums)
 
 
 def make_own_train_step(model: Model, learner: Learner) -> TrainStep:

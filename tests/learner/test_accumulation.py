@@ -23,7 +23,7 @@ def make_batch(empty_rows=0):
     return {"x": NORMAL["x"], "y": NORMAL["y"], "mask": mask}
 
 
-def step(batch, state):
+def step(batch, state, sums):
     """Mean squared error over the tokens that are not padding."""
 
     def objective(params):
@@ -64,7 +64,7 @@ def test_batch_without_tokens_gives_zeros():
 
 
 def test_low_precision_gradients_are_summed_in_float32():
-    def tiny(batch, state):
+    def tiny(batch, state, sums):
         weight = jnp.float32(batch.shape[0])
         mean = jnp.mean(batch)
         return mean, weight, {"w": mean.astype(jnp.bfloat16)}, {}, state
@@ -76,7 +76,7 @@ def test_low_precision_gradients_are_summed_in_float32():
 
 
 def test_state_goes_from_microbatch_to_microbatch():
-    def record(batch, state):
+    def record(batch, state, sums):
         return batch[0], 1.0, {}, {}, 10 * state + batch[0].astype(jnp.int32)
 
     out = accumulate(record, jnp.arange(1.0, 4.0), num_microbatches=3, state=jnp.int32(0))
@@ -86,9 +86,9 @@ def test_state_goes_from_microbatch_to_microbatch():
 def test_a_step_is_traced_once():
     traced = []
 
-    def record(batch, state):
+    def record(batch, state, sums):
         traced.append(batch)
-        return step(batch, state)
+        return step(batch, state, sums)
 
     parts = functools.partial(accumulate, record, num_microbatches=4)
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,))

@@ -342,7 +342,7 @@ def test_accumulated_step_is_the_step_of_the_whole_batch():
     learner = make_learner(fn(optimizers.adamw_optimizer, learning_rate=0.1, eps=1e-3))
     batch = np.random.default_rng(5).standard_normal((8, 6), np.float32)
 
-    def gradients(batch, state):
+    def gradients(batch, state, sums):
         def objective(params):
             hidden = batch * params["layer"]["scale"][None]
             return jnp.mean(jnp.square(hidden @ params["emb"]["weight"].T))

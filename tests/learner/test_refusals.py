@@ -35,11 +35,11 @@ def step(gradients):
 
 
 def microbatches(number, **batch):
-    return accumulate(lambda batch, state: None, batch, num_microbatches=number)
+    return accumulate(lambda batch, state, sums: None, batch, num_microbatches=number)
 
 
 def metric_without_a_weight(number):
-    def bare(batch, state):
+    def bare(batch, state, sums):
         return jnp.mean(batch), 1.0, {}, {"layer": {"loss": jnp.mean(batch)}}, state
 
     return accumulate(bare, np.ones(4, np.float32), num_microbatches=number)

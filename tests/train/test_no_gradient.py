@@ -42,7 +42,8 @@ def test_first_step_warns_of_parameters_without_gradient(tmp_path, caplog, num_m
     assert "`fixed`" in record.msg
 
 
-def test_parameters_of_stacked_and_rematerialized_layers():
+@pytest.mark.parametrize("in_refs", [False, True])
+def test_parameters_of_stacked_and_rematerialized_layers(in_refs):
     def layer(params, x):
         return x @ params["used"] + jax.lax.stop_gradient(x @ params["stopped"])
 
@@ -50,8 +51,16 @@ def test_parameters_of_stacked_and_rematerialized_layers():
         body = lambda carry, each: (jax.checkpoint(layer)(each, carry), None)
         return jnp.sum(jax.lax.scan(body, x, params)[0] ** 2)
 
+    def gradients(params, x):
+        if not in_refs:
+            return jax.grad(loss)(params, x)
+        refs = jax.tree.map(lambda x: jax.new_ref(jnp.ones_like(x)), params)
+        value, pull = jax.vjp(lambda params: loss(params, x), params)
+        pull.with_refs(refs)(jnp.ones_like(value))
+        return jax.tree.map(jax.freeze, refs)
+
     params = {name: jnp.ones((3, 4, 4)) for name in ("used", "stopped")}
-    step = lambda params, x: tag_gradients(jax.grad(loss)(params, x))
+    step = lambda params, x: tag_gradients(gradients(params, x))
     traced = jax.jit(step).trace(params, jnp.ones((2, 4)))
     assert list(paths_without_gradient(traced.jaxpr)) == ["stopped"]
 

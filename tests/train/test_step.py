@@ -191,6 +191,21 @@ def scanned(train_dtype, layer=None, **fields):
     return trainer, step, {"input_ids": ids, "target_labels": ids[:, ::-1]}
 
 
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_gradients_summed_by_layer_are_those_of_whole_micro_batches(num_microbatches):
+    trainer, _, batch = scanned("bfloat16")
+    options = {"train_dtype": "bfloat16", "num_microbatches": num_microbatches}
+    after, held = [], []
+    for by_layer in (False, True):
+        step = make_train_step(trainer.model, trainer.learner, sum_by_layer=by_layer, **options)
+        compiled = jax.jit(step).lower(start_of(trainer), batch).compile()
+        after.append(compiled(start_of(trainer), batch)[0].model)
+        held.append(compiled.memory_analysis().temp_size_in_bytes)
+    for a, b in zip(*map(jax.tree.leaves, after), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2**-8 * np.abs(a).max())
+    assert held[1] < held[0] if num_microbatches > 1 else held[1] == held[0]
+
+
 def abstract(trainer):
     """Returns shapes and dtypes of the state."""
     return jax.tree.map(

@@ -3,7 +3,7 @@
 `flash_attention` is the one entry for whole sequences; `passes` has the parts of attention over a
 sequence that is split over devices. `reference` is the definition; `xla` computes it in blocks of
 queries, with memory linear in the sequence, on every platform; `tpu` and `gpu` in Pallas kernels,
-the latter on Hopper and on request; `cudnn` on NVIDIA GPUs, on request.
+the latter on Hopper; `cudnn` on NVIDIA GPUs, on request.
 
 With several devices the kernels belong inside `jax.shard_map`: XLA does not partition them, so the
 default is the xla form where a mesh axis is not manual.
@@ -55,11 +55,11 @@ def flash_attention(
         spec: Scale, causality, window and cap of the scores.
         segment_ids: Tokens attend only inside their segment; None for one segment per sequence.
         sinks: One more score per head, which takes its share of the softmax and has no value.
-        backend: "tpu" (Pallas kernels, the default on TPUs for head_dim from 64 on), "xla" (the
-            default elsewhere), "gpu" (Pallas kernels for Hopper, for bfloat16 and float16 and a
-            head_dim of 64, 128, 192 or 256), "cudnn" (on NVIDIA GPUs, for bfloat16 and float16,
-            without sinks and cap; segment_ids cost a mask [B, 1, S, S]), or "reference". None takes
-            the one that `moelib.kernels.backend` names.
+        backend: "tpu" (Pallas kernels, the default on TPUs for head_dim from 64 on), "gpu" (Pallas
+            kernels, the default on Hopper for bfloat16 and float16 and a head_dim of 64, 128, 192
+            or 256), "xla" (the default elsewhere), "cudnn" (on NVIDIA GPUs, for bfloat16 and
+            float16, without sinks and cap; segment_ids cost a mask [B, 1, S, S]), or "reference".
+            None takes the one that `moelib.kernels.backend` names.
 
     Raises:
         ValueError: If the shapes or dtypes disagree, H is not a multiple of G, window is below 1 or

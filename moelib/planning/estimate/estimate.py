@@ -234,7 +234,9 @@ class _OnMesh:
 # counted in steps compiled for H100.
 _SCORES_FORWARD, _SCORES_BACKWARD = 6.4, 11.7
 _EMPTY_ROWS = 23 / 3  # In each of the forward pass, recomputation and the backward pass.
-_LEAST_HEAD_DIM = 64  # Of attention's kernels for TPUs.
+# Attention's kernels take from this head dimension on; those for Hopper its multiples, in 16 bits.
+_LEAST_HEAD_DIM = 64
+_HOPPER = ("h100", "h200")
 
 
 def _hbm_bytes(placement: Placement, candidate: Candidate, tokens: float) -> float:
@@ -262,8 +264,12 @@ def _hbm_bytes(placement: Placement, candidate: Candidate, tokens: float) -> flo
 
 def _writes_scores(work: Workload, accelerator: Accelerator) -> bool:
     """Returns whether attention runs in plain XLA, which writes blocks of scores to HBM."""
-    has_kernel = accelerator.platform == "tpu" and work.head_dim >= _LEAST_HEAD_DIM
-    return (work.attention_backend or ("tpu" if has_kernel else "xla")) in ("xla", "reference")
+    if work.attention_backend is not None:
+        return work.attention_backend in ("xla", "reference")
+    if accelerator.platform == "gpu":
+        is_taken = work.head_dim % _LEAST_HEAD_DIM == 0 and work.compute_dtype != "float32"
+        return not is_taken or accelerator.name not in _HOPPER
+    return accelerator.platform != "tpu" or work.head_dim < _LEAST_HEAD_DIM
 
 
 def _seconds(parts: Mapping[str, float], layers: float, pipeline: Pipeline) -> Range:

@@ -72,7 +72,9 @@ class Placement:
             for leaf in decoder
         )
         self._quantized = sum(n for leaf, n in held.items() if leaf.quantized)
-        self._gradients = sum(held[leaf] * leaf.gradient_itemsize for leaf in trained)
+        gradients = {leaf: held[leaf] * leaf.gradient_itemsize for leaf in trained}
+        self._gradients = sum(gradients.values())
+        self._gradients_of_casts = sum(n for x, n in gradients.items() if x.is_cast_by_layers)
 
     def held(self, leaf: Leaf) -> float:
         """Returns the elements of a leaf that a device holds."""
@@ -156,10 +158,14 @@ class Placement:
         largest, stages = max(pipeline.sizes), self.stage_bytes
         scheduled = candidate.schedule is not None
         sums = pipeline.filled * stages.gradients + self.outer_bytes.gradients
+        several = candidate.num_microbatches > 1
+        gradients = self._gradients
+        if several and candidate.topology.accelerator.platform == "gpu":
+            gradients -= self._gradients_of_casts  # Added to the sums layer by layer.
         return {
             "parameters": self.parameters,
             "optimizer": self.optimizer,
-            "summed gradients": sums if scheduled or candidate.num_microbatches > 1 else 0.0,
+            "summed gradients": sums if scheduled or several else 0.0,
             "8-bit weights": 0.0 if scheduled else self._quantized,
             "weights of stages": pipeline.filled * stages.weights,
             "activations": pipeline.num_kept * self.stream_bytes(candidate.batch_per_device)
@@ -167,7 +173,7 @@ class Placement:
             + (pipeline.num_saved + largest) / work.num_blocks * saved
             + pipeline.num_deferred * _DEFERRED * (unrouted + routed)
             + largest / pipeline.rows * weights,
-            "gradients": 0.0 if scheduled else self._gradients,
+            "gradients": 0.0 if scheduled else gradients,
             # Gathered weights of a block and their gradients, and the activations that it saves.
             "block": 2 * self._gathered_decoder / pipeline.rows + unrouted,
             "dispatch": routed,

@@ -50,6 +50,12 @@ class Leaf:
         return math.prod(self.shape) * self.count
 
     @property
+    def is_cast_by_layers(self) -> bool:
+        """Whether layers of a stack cast it one by one."""
+        is_cast = self.compute_itemsize < self.itemsize and not self.quantized
+        return is_cast and self.axes[:1] == ("layers",)
+
+    @property
     def gathered_itemsize(self) -> int:
         """Bytes per element of the weights that devices send each other."""
         return 1 if self.quantized else self.compute_itemsize

@@ -212,11 +212,14 @@ def _traced(backend=None, dim=64, dtype="bfloat16"):
     return str(jax.make_jaxpr(jax.grad(lambda x: jnp.sum(jax.checkpoint(run)(x))))(x))
 
 
-def test_on_hopper_it_is_chosen_by_name_and_is_not_interpreted():
-    with compiled_for(H100):
-        made = _traced("gpu")
-        assert made.count("name=attention_query_gradient") == 1
-        assert "callback" not in made  # Of the interpreter.
+@pytest.mark.parametrize("backend", ["gpu", None])
+@pytest.mark.parametrize("kind", [H100, "NVIDIA H200", "NVIDIA GH200 480GB"])
+def test_on_hopper_it_is_the_default_and_is_not_interpreted(kind, backend, caplog):
+    with compiled_for(kind), caplog.at_level(logging.WARNING):
+        made = _traced(backend)
+    assert "name=attention_query_gradient" in made
+    assert "callback" not in made  # Of the interpreter.
+    assert not caplog.records
 
 
 def test_its_results_vary_over_the_axes_of_a_mesh_as_its_operands_do():
@@ -239,20 +242,20 @@ def test_its_results_vary_over_the_axes_of_a_mesh_as_its_operands_do():
 @pytest.mark.parametrize(
     ("kind", "dim", "dtype", "reason"),
     [
-        (H100, 64, "bfloat16", "in tests only.*flash_attention=gpu"),
         (H100, 96, "bfloat16", "64 .*256, not 96; set 128"),
         (H100, 512, "float16", "not 512; set 256"),
         (H100, 64, "float32", "bfloat16 .*float16, not float32"),
         (A100, 64, "bfloat16", "Hopper .*NVIDIA A100"),
     ],
 )
-def test_the_default_on_gpus_is_xla_with_the_reason_and_its_cost(kind, dim, dtype, reason, caplog):
+def test_elsewhere_the_default_is_xla_with_the_reason_and_its_cost(
+    kind, dim, dtype, reason, caplog
+):
     warn_once.cache_clear()
     with compiled_for(kind), caplog.at_level(logging.WARNING):
         assert "wgmma" not in _traced(None, dim, dtype)
-        if "=gpu" not in reason:  # By name it is taken.
-            with pytest.raises(ValueError, match=f"'gpu' .*{reason}.*=flash_attention=xla"):
-                _traced("gpu", dim, dtype)
+        with pytest.raises(ValueError, match=f"'gpu' .*{reason}.*=flash_attention=xla"):
+            _traced("gpu", dim, dtype)
     (message,) = caplog.messages
     assert re.search(reason, message)
     assert "about 40 times as many bytes" in message

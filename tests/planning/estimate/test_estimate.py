@@ -18,12 +18,17 @@ from moelib.planning.estimate.candidates import (
     current_candidate,
     rules_of,
 )
-from moelib.planning.estimate.estimate import _SCORES_BACKWARD, _SCORES_FORWARD, Estimator
+from moelib.planning.estimate.estimate import (
+    _SCORES_BACKWARD,
+    _SCORES_FORWARD,
+    Estimator,
+    _writes_scores,
+)
 from moelib.planning.estimate.links import Links
 from moelib.planning.estimate.memory import Placement, at_peak
 from moelib.planning.estimate.pipeline import pipeline_of
 from moelib.planning.estimate.transfers import is_windowed, token_transfers, traffic
-from moelib.planning.estimate.workload import read_workload
+from moelib.planning.estimate.workload import Leaf, read_workload
 from moelib.planning.hardware.topologies import describe
 from moelib.planning.hlo import program as hlo
 from moelib.planning.report.collectives import collectives_by_axes
@@ -180,6 +185,20 @@ def test_each_chunk_of_the_loss_reads_and_writes_the_heads_gradient(tiny):
     assert read(tokens // 2) - read(tokens) == (2 * 16 - 12) * head  # One chunk only writes it.
 
 
+def test_gpus_hold_no_gradients_of_stacked_weights_beside_their_sums(tiny):
+    cfg, work, _ = tiny
+    stacked = Leaf((6, 8, 4), ("layers", None, None), 4, 2, 2, in_decoder=True, trained=True)
+    work = dataclasses.replace(work, parameters=(*work.parameters, stacked))
+
+    def held(topology, num_microbatches):
+        each = Candidate(describe(topology), Mesh((("fsdp", 4),)), 1, num_microbatches, FULL)
+        pipeline = pipeline_of(work, None, 1, num_microbatches)
+        return Placement(work, each, rules_of(cfg)).memory(each, pipeline)["gradients"]
+
+    assert held("h100:1x4", 1) == held("v6e:2x2", 1) == held("v6e:2x2", 2)
+    assert held("h100:1x4", 1) - held("h100:1x4", 2) == 2 * 6 * 8 * 4
+
+
 def test_plain_attention_writes_its_scores_and_kernels_do_not(tiny):
     cfg, work, _ = tiny
     each = candidates(cfg, work, EIGHT, mesh="fsdp=8")[0]
@@ -189,6 +208,25 @@ def test_plain_attention_writes_its_scores_and_kernels_do_not(tiny):
         found = Estimator(changed, rules_of(cfg), {})(each)
         seconds[backend] = found.seconds_at_peak["HBM"]
     assert seconds[None] == seconds["xla"] > seconds["cudnn"]
+
+
+@pytest.mark.parametrize(
+    ("topology", "head_dim", "dtype", "written"),
+    [
+        ("h100:1x8", 64, "bfloat16", False),
+        ("h100:1x8", 96, "bfloat16", True),
+        ("h100:1x8", 64, "float32", True),
+        ("a100:1x8", 64, "bfloat16", True),
+        ("b200:1x8", 64, "bfloat16", True),
+        ("v6e:2x2", 64, "float32", False),
+        ("v6e:2x2", 32, "bfloat16", True),
+    ],
+)
+def test_attention_writes_its_scores_where_no_kernel_takes_it(
+    tiny, topology, head_dim, dtype, written
+):
+    work = dataclasses.replace(tiny[1], head_dim=head_dim, compute_dtype=dtype)
+    assert _writes_scores(work, describe(topology).accelerator) == written
 
 
 def test_xla_attention_moves_as_many_bytes_as_compiled():
