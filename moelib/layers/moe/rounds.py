@@ -53,6 +53,8 @@ def run_in_rounds(
 ) -> Float[Array, "T D"]:
     """Returns the sum of `run` over the rounds, each with the assignments of that round only.
 
+    Results and gradients are summed in float32, and cast once.
+
     Args:
         run: Differentiable in the parameters, tokens and weights of what it is given.
         local: The tokens, with all their assignments.
@@ -68,11 +70,11 @@ def run_in_rounds(
         return run(Local(local.experts, params, x, ids, weights, local.batch))
 
     def add(total: Any, step: Callable[[Array], Any], num_rounds: Array) -> Any:
-        """Adds the further rounds to a total."""
+        """Adds the further rounds to a total, in its dtypes."""
 
         def body(state: tuple[Array, Any]) -> tuple[Array, Any]:
             i, total = state
-            return i + 1, jax.tree.map(jnp.add, total, step(i))
+            return i + 1, jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, step(i))
 
         with jax.named_scope(FURTHER_ROUNDS):
             start = jnp.ones((), jnp.int32), total
@@ -82,7 +84,7 @@ def run_in_rounds(
     @jax.custom_vjp
     def further(values: Any, others: Any, num_rounds: Array) -> tuple[Any, Array]:
         x = values[1]
-        zeros = zeros_like_varying(x.shape, x.dtype, x)
+        zeros = zeros_like_varying(x.shape, _sum_dtype(x), x)
         return values, add(zeros, lambda i: one(values, others, i), num_rounds)
 
     def forward(*args: Any) -> tuple[Any, Any]:
@@ -92,12 +94,20 @@ def run_in_rounds(
         (values, others, num_rounds), (total, grad) = residuals, grads
 
         def step(i: Array) -> Any:
-            return jax.vjp(lambda values: one(values, others, i), values)[1](grad)[0]
+            out, pull = jax.vjp(lambda values: one(values, others, i), values)
+            return pull(grad.astype(out.dtype))[0]
 
-        return add(total, step, num_rounds), None, None
+        wide = jax.tree.map(lambda x: x.astype(_sum_dtype(x)), total)
+        sums = add(wide, step, num_rounds)
+        return jax.tree.map(lambda t, x: x.astype(t.dtype), total, sums), None, None
 
     further.defvjp(forward, backward)
     params, quantized = split_gradients(local.params)
     others = quantized, local.ids, rounds
     values, rest = further((params, local.x, local.weights), others, num_rounds)
-    return one(values, others, 0) + rest
+    first = one(values, others, 0)
+    return (first.astype(rest.dtype) + rest).astype(first.dtype)
+
+
+def _sum_dtype(x: Array) -> Any:
+    return jnp.float32 if jnp.finfo(x.dtype).bits < 32 else x.dtype
