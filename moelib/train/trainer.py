@@ -31,7 +31,6 @@ from moelib.data.batches.input import Input
 from moelib.data.batches.prefetch import host_rows
 from moelib.huggingface.pretrained import FILES, copy_files
 from moelib.kernels.backend import kernel_backends
-from moelib.kernels.check import check_kernels
 from moelib.learner.learner import Learner
 from moelib.models.model import Model
 from moelib.parallel import sharding
@@ -59,6 +58,7 @@ from moelib.train import state as state_lib
 from moelib.train.compiler_options import step_options
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.init_from import InitFrom
+from moelib.train.kernel_check import replaced_kernels
 from moelib.train.loop import TrainLoop
 from moelib.train.memory import check_memory
 from moelib.train.pipeline import PipelineConfig
@@ -133,7 +133,8 @@ class SpmdTrainer(Module):
         # {kernel: backend}, such as {"gmm": "xla"}; others follow MOELIB_KERNEL_BACKEND, then the
         # device (docs/kernels.md).
         kernel_backends: dict[str, str] = {}
-        skip_kernel_check: bool = False  # If True, kernels are not checked when a run starts.
+        # If True, kernels are not compared with their references at the first start on a device.
+        skip_kernel_check: bool = False
 
         # -- Output
         dir: Required[str] = REQUIRED  # Folder of the run.
@@ -225,6 +226,7 @@ class SpmdTrainer(Module):
         self.on_compiled: Callable[[Any, Any, Any], None] | None = None
         self._axes_used: set[str] = set()  # Logical axes of state, batch and activations.
         self._check_locks: list[Callable[[], None]] = []  # Raise if a folder of the run was moved.
+        self._replaced_kernels: dict[str, str] = {}  # Backends for kernels that failed their check.
         self._file_sums: dict[str, str] = {}  # SHA-256 of the tokenizer's files, when written.
         self.step = 0  # Steps taken, known without waiting for the devices.
         self.began, self.restore_seconds = time.time(), 0.0  # Of this start; see `Run`.
@@ -277,7 +279,7 @@ class SpmdTrainer(Module):
     def on_mesh(self) -> Iterator[None]:
         """Sets mesh, sharding rules and kernel backends; records the logical axes that are used."""
         rules = sharding.sharding_rules(rules_of(self.config))
-        kernels = kernel_backends(self.config.kernel_backends)
+        kernels = kernel_backends({**self.config.kernel_backends, **self._replaced_kernels})
         with kernels, jax.set_mesh(self.mesh()), rules as used:
             yield
         self._axes_used |= used
@@ -527,7 +529,8 @@ class SpmdTrainer(Module):
             if cfg.checkpointer is not None and self.model.is_in_config:
                 agreed(lambda: check_readable(cfg, self.trainer_state_specs.model))
             if not cfg.skip_kernel_check:
-                check_kernels(cfg.train_dtype)
+                self._replaced_kernels = replaced_kernels(self)
+                stack.enter_context(self.on_mesh())
             saver, checked = self.saver, None
 
             def lock() -> None:

@@ -78,6 +78,8 @@ def quantized_matmul(
     Raises:
         UserError: If `backend` is "float8" and the scheme has a scale per block.
     """
+    operands = {"x": x, "weight": gradient_of}
+    backends.record("quantized_matmul", "quantized_matmul", operands, weight.scheme)
     if backend is None:
         backend = backends.chosen_backend("quantized_matmul")
     if backend is None:
