@@ -33,7 +33,7 @@ from moelib.train.interval import LogInterval
 from moelib.train.metrics import NON_FINITE, PackedMetrics, unpack
 from moelib.train.signals import StopRequest, ended_by_sigterm
 from moelib.train.trained import Trained
-from moelib.train.watcher import Activity, Watcher
+from moelib.train.watcher import Activity, GoBack, Watcher, add_path, named_in_errors
 
 logger = logging.getLogger(__name__)
 
@@ -150,8 +150,8 @@ class TrainLoop:
             stack.callback(self._throughput.stop)  # Closing files is not the time of a step.
             self.print(self.description)
             for watcher in self._watchers:
-                watching.callback(watcher.ended)
-                with contextlib.suppress(_WorkStopped):
+                watching.callback(self._end_watcher, watcher)
+                with contextlib.suppress(_WorkStopped), named_in_errors(watcher):
                     watcher.started()
             self._summary_writer.resume(self.step)
             self._summary_writer.write_text(self.step, "config", self.config.debug_string())
@@ -269,7 +269,12 @@ class TrainLoop:
         self._interval.step_done(scalars)
         try:
             for watcher in self._watchers:
-                if (added := watcher.step_done(step, scalars)) is not scalars:
+                try:  # As `named_in_errors`, without its calls in each step.
+                    added = watcher.step_done(step, scalars)
+                except Exception as error:
+                    add_path(error, watcher)
+                    raise
+                if added is not scalars:
                     scalars = _checked(watcher, added, scalars)
             if scalars[NON_FINITE] and self.config.stop_on_nan:
                 jax.block_until_ready(self.state())  # Else its collectives meet those of the error.
@@ -297,7 +302,11 @@ class TrainLoop:
         """
         with contextlib.suppress(_WorkStopped):
             for watcher in self._watchers:
-                watcher.between_steps(self.step)
+                try:
+                    watcher.between_steps(self.step)
+                except Exception as error:
+                    add_path(error, watcher)
+                    raise
         if self._stop_requested():
             return True
         summaries = self._evaluate()
@@ -342,7 +351,7 @@ class TrainLoop:
                 self.print(f"step {step}  {name}: {report.evaluation_text(scalars)}")
         self._summaries = found
         for watcher in self._watchers if found else ():
-            with contextlib.suppress(_WorkStopped):
+            with contextlib.suppress(_WorkStopped), named_in_errors(watcher):
                 watcher.evaluated(step, found)
         return found
 
@@ -356,7 +365,7 @@ class TrainLoop:
             return
         if not local:
             for watcher in self._watchers:
-                with contextlib.suppress(_WorkStopped):
+                with contextlib.suppress(_WorkStopped), named_in_errors(watcher):
                     watcher.before_save(step)
             self._evaluations.check_best_metric(summaries)
         begin = time.perf_counter()
@@ -389,6 +398,18 @@ class TrainLoop:
                 f"{reason}"
             ) from error
 
+    def _end_watcher(self, watcher: Watcher) -> None:
+        """Calls `ended`, whose error is that of the run, unless this has one."""
+        try:
+            with named_in_errors(watcher):
+                watcher.ended()
+        except Exception as error:
+            if self.error is not None and not isinstance(self.error, GoBack):
+                logger.exception("%s could not end; the run has ended before.", watcher.path)
+                return
+            self.error = error
+            raise
+
     def _table(self, wall_seconds: float) -> Table:
         """Returns the final table: progress, losses, speed, files, health of the experts."""
         interval = self._interval
@@ -399,7 +420,8 @@ class TrainLoop:
             *report.rates(self._throughput.overall() | interval.memory),
         ]
         for watcher in self._watchers:
-            rows += watcher.rows()
+            with named_in_errors(watcher):
+                rows += watcher.rows()
         rows.append(("wall", report.wall_time(wall_seconds, self.seconds())))
         rows += report.files(self, self._summary_writer.config, self._saved_step)
         if health := report.expert_health(interval.last):

@@ -211,7 +211,7 @@ def completed(cfg: Any) -> Any:
     folder = RunFolder(cfg.dir)
     if cfg.checkpointer is not None:
         fill(cfg.checkpointer.save_policy, None, max_step=cfg.max_step)
-        fill(cfg.checkpointer, REQUIRED, dir=folder.checkpoints)
+        fill(cfg.checkpointer, REQUIRED, dir=folder.own_checkpoints)
     fill(
         cfg.summary_writer,
         REQUIRED,

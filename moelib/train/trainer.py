@@ -73,7 +73,7 @@ from moelib.train.settings import (
 from moelib.train.shardings import shard_external_layers
 from moelib.train.signals import StopRequest, ended_by_sigterm
 from moelib.train.state import TrainerState
-from moelib.train.watcher import Activity, GoBack, Watcher
+from moelib.train.watcher import Activity, GoBack, Watcher, named_in_errors
 from moelib.train.watchers.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -192,8 +192,8 @@ class SpmdTrainer(Module):
         cfg = completed(self.config)
         self.folder = RunFolder(cfg.dir)
         self._input_config = cfg.input
-        built = getattr(cfg.model, "klass", None)
-        if isinstance(built, type) and not issubclass(built, Model):
+        _, built = cfg.model._header()  # A class or function.
+        if not (isinstance(built, type) and issubclass(built, Model)):
             raise UserError(
                 f"model is a {built.__qualname__}; set a moelib.models.model.Model, whose forward "
                 "pass returns the loss of a batch."
@@ -236,7 +236,8 @@ class SpmdTrainer(Module):
         }
         for name, watcher in self.watchers.items():
             watcher.path = f"watchers.{name}"
-            watcher.prepare(self)
+            with named_in_errors(watcher):
+                watcher.prepare(self)
 
     def mesh(self) -> jax.sharding.Mesh:
         """Returns the mesh of the config.

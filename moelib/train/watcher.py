@@ -1,8 +1,9 @@
 """Watchers: behaviors of a run besides its steps, evaluations and checkpoints."""
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol
 
@@ -142,3 +143,19 @@ class Watcher(Configurable):
     def rows(self) -> Sequence[tuple[str, str]]:
         """Returns (title, text) of rows of the final table."""
         return ()
+
+
+@contextlib.contextmanager
+def named_in_errors(watcher: Watcher) -> Iterator[None]:
+    """Adds the watcher's path to an exception of the block, as `add_path` does."""
+    try:
+        yield
+    except Exception as error:
+        add_path(error, watcher)
+        raise
+
+
+def add_path(error: Exception, watcher: Watcher) -> None:
+    """Adds a note with the watcher's path to its exception, if the message lacks it."""
+    if watcher.path not in str(error):
+        error.add_note(f"Raised by {watcher.path}, a {type(watcher).__qualname__}.")

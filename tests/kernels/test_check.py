@@ -50,10 +50,17 @@ CALLS = {
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CALLS)
-def test_right_backends_pass(name, dtype):
+def test_right_backends_pass_in_values_and_in_the_gradients_of_all_floats(
+    name, dtype, monkeypatch
+):
+    compared, difference = [], check._difference
+    monkeypatch.setattr(
+        check, "_difference", lambda *args: compared.append(args[0]) or difference(*args)
+    )
     found = CALLS[name]
     operands = tuple((n, s, d if d == "int32" else dtype) for n, s, d in found.operands)
     assert check.compare(found._replace(operands=operands)) == check.Comparison(None)
+    assert set(compared) == {"value"} | {f"gradient of {n}" for n, _, d in operands if d == dtype}
 
 
 def _plant(monkeypatch, module, name, change):
