@@ -50,9 +50,7 @@ CALLS = {
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CALLS)
-def test_right_backends_pass_in_values_and_in_the_gradients_of_all_floats(
-    name, dtype, monkeypatch
-):
+def test_right_backends_pass_in_values_and_in_the_gradients_of_all_floats(name, dtype, monkeypatch):
     compared, difference = [], check._difference
     monkeypatch.setattr(
         check, "_difference", lambda *args: compared.append(args[0]) or difference(*args)
