@@ -5,7 +5,7 @@ import json
 import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -29,8 +29,9 @@ _MOST_LINES = 10  # Lines of changes that are printed; all are events.
 # Moments in 8 bits, which other formats cannot read.
 _MOMENT, _OF_ITS_OWN = r"learner\b.*\b(first|second)_moment", "EIGHT_BIT"
 
-# Effects of a setting that differs when a run resumes. "config" and the other names of
-# `accept_changes` must be accepted, since all further steps differ.
+# Effects of a setting that differs when a run resumes. Those of `AcceptedChange` must be named in
+# `accept_changes`, since all further steps differ; "tokenizer" is a change of the data.
+AcceptedChange = Literal["schedule", "train_dtype", "accumulation", "config", "tokenizer"]
 LOGGED = "logged"  # An event, and a line.
 FREE = "free"  # Reported elsewhere, or without an effect on what the run does.
 

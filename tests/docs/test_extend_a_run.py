@@ -46,7 +46,7 @@ class Recorder(Watcher):
         self.calls = [("prepare", trainer.config.max_step)]
 
     def started(self):
-        self.calls.append(("started", self.run.start_step))
+        self.calls.append(("started", self.run.start.step))
 
     def step_done(self, step, scalars):
         self.calls.append(("step_done", step))

@@ -164,7 +164,7 @@ def test_a_lost_process_ends_the_other_which_names_it(tmp_path, lost, name):
         ("train.trainer.check_readable", 1),
         ("runs.folder.RunFolder.locked", 0),
         ("runs.folder.RunFolder.events", 0),
-        ("train.trainer.check_directory", 1),
+        ("runs.course.check_directory", 1),
         ("train.trainer.check_tokenizers", 1),
         ("runs.folder.RunFolder.write_config", 0),
         ("runs.summary_writer.SummaryWriter.start_trackers", 0),
