@@ -8,7 +8,7 @@ import pytest
 from moelib.core.errors import UserError
 from moelib.kernels.backend import traced_backends
 from moelib.train import kernel_check
-from tests.python_process import finish, start
+from tests.python_process import finish, free_port, start
 from tests.train.planted_kernel import config
 
 MODULE = "tests.train.planted_kernel"
@@ -92,6 +92,28 @@ def test_a_process_that_compares_itself_ends_at_a_hang_and_goes_on_at_its_next_s
         "gmm does not end within 20 s",
         "gmm None",
     ]
+
+
+_JOB = """
+import json, sys
+import jax
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+from moelib.train import kernel_check
+from tests.train.planted_kernel import config
+wrong = kernel_check.Verdict("gmm", "gmm(lhs)", "tpu", "is wrong: its value")
+def compared(cfg, environment, num_devices):
+    assert jax.process_index() == 0 and num_devices == 4
+    return {"4 x cpu": [wrong]}
+kernel_check.PLATFORMS, kernel_check._in_processes = ("cpu",), compared
+print(json.dumps(kernel_check.replaced_kernels(config(sys.argv[3]).instantiate(parent=None))))
+"""
+
+
+@pytest.mark.slow
+def test_all_processes_of_a_job_take_the_choice_of_the_first(tmp_path):
+    address = f"localhost:{free_port()}"
+    job = [start("-c", _JOB, address, index, tmp_path / "run") for index in range(2)]
+    assert [json.loads(out.splitlines()[-1]) for out, _ in finish(*job)] == [{"gmm": "xla"}] * 2
 
 
 def test_plain_xla_that_is_wrong_has_no_replacement():
