@@ -53,7 +53,7 @@ def run_in_rounds(
 ) -> Float[Array, "T D"]:
     """Returns the sum of `run` over the rounds, each with the assignments of that round only.
 
-    Results and gradients are summed in float32, and cast once.
+    Further rounds are summed in float32, and cast once: rounding does not grow with their number.
 
     Args:
         run: Differentiable in the parameters, tokens and weights of what it is given.
@@ -70,21 +70,29 @@ def run_in_rounds(
         return run(Local(local.experts, params, x, ids, weights, local.batch))
 
     def add(total: Any, step: Callable[[Array], Any], num_rounds: Array) -> Any:
-        """Adds the further rounds to a total, in its dtypes."""
+        """Adds the further rounds to a total, in float32."""
+        remain = lambda state: state[0] < num_rounds
 
-        def body(state: tuple[Array, Any]) -> tuple[Array, Any]:
+        def one_more(state: tuple[Array, Any]) -> tuple[Array, Any]:
             i, total = state
             return i + 1, jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, step(i))
 
+        # A loop of one iteration, or of none: only further rounds cost casts.
+        def all_of_them(state: tuple[Array, Any]) -> tuple[Array, Any]:
+            i, total = state
+            wide = jax.tree.map(_wide, total)
+            i, wide = lax.while_loop(remain, one_more, (i, wide))
+            return i, jax.tree.map(lambda t, x: x.astype(t.dtype), total, wide)
+
         with jax.named_scope(FURTHER_ROUNDS):
             start = jnp.ones((), jnp.int32), total
-            return lax.while_loop(lambda state: state[0] < num_rounds, body, start)[1]
+            return lax.while_loop(remain, all_of_them, start)[1]
 
     # The values pass through, so that their gradients of the first round reach the backward loop.
     @jax.custom_vjp
     def further(values: Any, others: Any, num_rounds: Array) -> tuple[Any, Array]:
         x = values[1]
-        zeros = zeros_like_varying(x.shape, _sum_dtype(x), x)
+        zeros = zeros_like_varying(x.shape, x.dtype, x)
         return values, add(zeros, lambda i: one(values, others, i), num_rounds)
 
     def forward(*args: Any) -> tuple[Any, Any]:
@@ -94,20 +102,16 @@ def run_in_rounds(
         (values, others, num_rounds), (total, grad) = residuals, grads
 
         def step(i: Array) -> Any:
-            out, pull = jax.vjp(lambda values: one(values, others, i), values)
-            return pull(grad.astype(out.dtype))[0]
+            return jax.vjp(lambda values: one(values, others, i), values)[1](grad)[0]
 
-        wide = jax.tree.map(lambda x: x.astype(_sum_dtype(x)), total)
-        sums = add(wide, step, num_rounds)
-        return jax.tree.map(lambda t, x: x.astype(t.dtype), total, sums), None, None
+        return add(total, step, num_rounds), None, None
 
     further.defvjp(forward, backward)
     params, quantized = split_gradients(local.params)
     others = quantized, local.ids, rounds
     values, rest = further((params, local.x, local.weights), others, num_rounds)
-    first = one(values, others, 0)
-    return (first.astype(rest.dtype) + rest).astype(first.dtype)
+    return one(values, others, 0) + rest
 
 
-def _sum_dtype(x: Array) -> Any:
-    return jnp.float32 if jnp.finfo(x.dtype).bits < 32 else x.dtype
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x

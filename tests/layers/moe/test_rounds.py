@@ -93,11 +93,13 @@ def test_the_loop_has_its_name_in_the_compiled_program():
     grads = jax.grad(lambda *v: jnp.sum(total([], v, IDS[0, 1] + 1) ** 2), (0, 1, 2))
     lowered = jax.jit(grads).lower(*values).compile().as_text()
     loops = [line for line in lowered.splitlines() if " while(" in line]
-    assert len(loops) == 2
+    assert (
+        len(loops) == 4
+    )  # In each pass, one over the rounds, inside one of one iteration or none.
     assert all(FURTHER_ROUNDS in line for line in loops)
 
 
-def test_results_and_gradients_are_summed_in_float32_and_rounded_once():
+def test_many_rounds_of_small_results_and_gradients_do_not_vanish():
     num_rounds = 17
     rounds = jnp.arange(num_rounds)[None]
     # Each further round adds half of the last place of the first one's result.
