@@ -91,7 +91,7 @@ def _shortened(call: Call, memory: float) -> tuple[Call, str | None]:
 
     Other references take as much memory as their calls.
     """
-    if call.kernel != "flash_attention":
+    if call.entry != "flash_attention":
         return call, None
     length = max(shape[1] for name, shape, _ in call.operands if name != "sinks")
     new = length
