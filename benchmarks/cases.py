@@ -9,7 +9,7 @@ Shapes: T tokens, D width, F hidden width, E experts, K experts per token.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -139,7 +139,9 @@ def step_case(sizes: Sizes, routing: str) -> dict[str, Case]:
     return {"step": Case(run, flops, sizes.num_tokens, compiled)}
 
 
-def gmm_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
+def gmm_cases(
+    sizes: Sizes, routing: str, only: Collection[str] = ("grouped", "loop")
+) -> dict[str, Case]:
     """Returns grouped matmuls of experts with gradients, and one matmul per expert in a loop."""
     cfg = FeedForwardExperts.default_config().set(
         name="experts",
@@ -170,8 +172,9 @@ def gmm_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
 
     flops = 3 * 2.0 * rows.shape[0] * 3 * sizes.dim * sizes.hidden_dim
     return {
-        name: _case(jax.grad(run, (0, 1)), (params, rows), flops, sizes.num_tokens)
+        name: case(jax.grad(run, (0, 1)), (params, rows), flops, sizes.num_tokens)
         for name, run in (("grouped", grouped), ("loop", loop))
+        if name in only
     }
 
 
@@ -181,15 +184,7 @@ def attention_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
     The window is a quarter of the sequence.
     """
     del routing
-    head_dim = sizes.dim // sizes.num_heads
-    keys = jax.random.split(jax.random.key(0), 3)
-    heads = (sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads)
-    q, k, v = (
-        jax.random.normal(key, (sizes.batch_size, sizes.seq_len, n, head_dim), sizes.dtype)
-        for key, n in zip(keys, heads, strict=True)
-    )
-
-    spec = MaskSpec(head_dim**-0.5)
+    spec = MaskSpec((sizes.dim // sizes.num_heads) ** -0.5)
     plain = functools.partial(jax.nn.dot_product_attention, is_causal=True)
     window = max(1, sizes.seq_len // 4)
     runs: dict[str, tuple[Callable[..., Array], int]] = {
@@ -198,16 +193,30 @@ def attention_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
         "window": (functools.partial(attend, spec=spec._replace(window=window)), window),
         "jax.nn window": (functools.partial(plain, local_window_size=(window - 1, 0)), window),
     }
-    cases = {}
-    for name, (run, seen) in runs.items():  # The first tokens have fewer keys.
-        num_scores = sizes.num_tokens * seen - sizes.batch_size * seen * (seen - 1) / 2
-        flops = 3 * 2 * 2.0 * num_scores * sizes.num_heads * head_dim
-        grad = jax.grad(lambda *x, run=run: jnp.sum(jnp.square(run(*x))), (0, 1, 2))
-        cases[name] = _case(grad, (q, k, v), flops, sizes.num_tokens)
-    return cases
+    return {name: attention_case(sizes, run, seen) for name, (run, seen) in runs.items()}
 
 
-def loss_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
+def attention_case(sizes: Sizes, run: Callable[..., Array], seen: int) -> Case:
+    """Returns a function of queries, keys and values with its gradients.
+
+    Each token sees `seen` tokens, itself included; the first ones see fewer.
+    """
+    head_dim = sizes.dim // sizes.num_heads
+    keys = jax.random.split(jax.random.key(0), 3)
+    heads = (sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads)
+    qkv = tuple(
+        jax.random.normal(key, (sizes.batch_size, sizes.seq_len, n, head_dim), sizes.dtype)
+        for key, n in zip(keys, heads, strict=True)
+    )
+    num_scores = sizes.num_tokens * seen - sizes.batch_size * seen * (seen - 1) / 2
+    flops = 3 * 2 * 2.0 * num_scores * sizes.num_heads * head_dim
+    grad = jax.grad(lambda *x: jnp.sum(jnp.square(run(*x))), (0, 1, 2))
+    return case(grad, qkv, flops, sizes.num_tokens)
+
+
+def loss_cases(
+    sizes: Sizes, routing: str, only: Collection[str] = ("loss", "all logits")
+) -> dict[str, Case]:
     """Returns head and cross-entropy with gradients, in chunks and with all logits in memory."""
     del routing
     hidden = _random_tokens(sizes)
@@ -225,8 +234,9 @@ def loss_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
 
     flops = 3 * 2.0 * sizes.num_tokens * sizes.dim * sizes.vocab_size
     return {
-        name: _case(jax.grad(run, (0, 1)), (hidden, head), flops, sizes.num_tokens)
+        name: case(jax.grad(run, (0, 1)), (hidden, head), flops, sizes.num_tokens)
         for name, run in (("loss", chunked), ("all logits", whole))
+        if name in only
     }
 
 
@@ -249,7 +259,7 @@ def dispatch_cases(sizes: Sizes, routing: str) -> dict[str, Case]:
             return jnp.sum(jnp.square(functional(layer, None, params, (x,), is_training=True)[0]))
 
         flops = 3 * layer.forward_flops_per_token(sizes.seq_len) * sizes.num_tokens
-        cases[name] = _case(jax.grad(run, (0, 1)), (params, x), flops, sizes.num_tokens)
+        cases[name] = case(jax.grad(run, (0, 1)), (params, x), flops, sizes.num_tokens)
     return cases
 
 
@@ -262,7 +272,8 @@ CASES: dict[str, Callable[[Sizes, str], dict[str, Case]]] = {
 }
 
 
-def _case(run: Callable[..., Any], arguments: tuple[Any, ...], flops: float, tokens: int) -> Case:
+def case(run: Callable[..., Any], arguments: tuple[Any, ...], flops: float, tokens: int) -> Case:
+    """Returns the case of a function, compiled for its arguments."""
     compiled = jax.jit(run).lower(*arguments).compile()
     return Case(lambda: compiled(*arguments), flops, tokens, compiled)
 

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from moelib.core import config_text, trusted_code
@@ -80,8 +80,11 @@ class DeviceFlags:
         300, "Seconds that a process waits for the others to start.", lower_bound=1
     )
 
-    def set_up(self) -> None:
+    def set_up(self, before_devices: Callable[[], None] | None = None) -> None:
         """Selects the devices and the compilation cache. Call it before anything computes.
+
+        Args:
+            before_devices: Called before a device is opened, unless there are several processes.
 
         Raises:
             UsageError: If only some flags of a distributed job are set, or are wrong, or the
@@ -106,6 +109,8 @@ class DeviceFlags:
         if job is None:
             # Processes that find different programs in their caches would wait for each other.
             use_compilation_cache()
+            if before_devices is not None:
+                before_devices()
         if self.jax_backend is not None:
             platforms.check_backend(self.jax_backend)
 
@@ -377,7 +382,13 @@ def train(flags: TrainFlags, arguments: Sequence[str] = ()) -> "FitResult":
     check_data_dir(cfg)
     if not cfg.dir:
         raise UsageError("--trainer_dir is required: the folder that the run writes to.")
-    flags.set_up()
+
+    def before_devices() -> None:
+        from moelib.train.kernel_check import compare_before_devices
+
+        compare_before_devices(cfg)
+
+    flags.set_up(None if cfg.skip_kernel_check else before_devices)
     with flags.status_page(cfg.dir):
         result = fit(cfg, dump=flags.dump, name=flags.config or "step")
     if result.stopped_by == "SIGTERM" and flags.stopped_status:

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -39,6 +40,21 @@ _INTERPRETED = ("tpu", "gpu")  # Pallas kernels, which CPUs interpret, for tests
 _logger = logging.getLogger(__name__)
 _context = jax.make_user_context(())  # ((kernel, backend), ...)
 _traced: dict[str, str] = {}  # The backend of each kernel when it was last traced.
+
+
+class Call(NamedTuple):
+    """A call of a kernel's entry, as it was traced: all that the kernel's program depends on."""
+
+    kernel: str
+    entry: str  # Name of the function.
+    operands: tuple[tuple[str, tuple[int, ...], str], ...]  # Name, shape and dtype of each.
+    options: tuple[Any, ...]  # Static arguments, hashable.
+
+    def __str__(self) -> str:
+        shapes = ", ".join(f"{name} {dtype}{list(shape)}" for name, shape, dtype in self.operands)
+        options = ", ".join(getattr(x, "__name__", str(x)) for x in self.options)
+        options = re.sub(" at 0x[0-9a-f]+", "", options)  # Of functions, other in each process.
+        return f"{self.entry}({shapes}{', ' * bool(options)}{options})"
 
 
 class Device(NamedTuple):
@@ -159,6 +175,36 @@ def how_to_set(kernel: str, backend: str) -> str:
 def warn_once(message: str) -> None:
     """Logs a message at WARNING the first time that it is given."""
     _logger.warning("%s", message)
+
+
+# ------------------------------------------------------------------------------------------------
+# Records
+
+
+_recording: list[list[Call]] = []  # Lists that calls are added to.
+
+
+@contextlib.contextmanager
+def recorded_calls() -> Iterator[list[Call]]:
+    """Yields a list that receives each different call of a kernel that is traced in the body."""
+    calls: list[Call] = []
+    _recording.append(calls)
+    try:
+        yield calls
+    finally:
+        _recording.remove(calls)
+
+
+def record(kernel: str, entry: str, operands: Mapping[str, Any], *options: Any) -> None:
+    """Adds a call of a kernel's entry to the lists of `recorded_calls`; None is no operand."""
+    if not _recording:
+        return
+    given = ((name, x) for name, x in operands.items() if x is not None)
+    shapes = tuple((name, tuple(x.shape), str(x.dtype)) for name, x in given)
+    call = Call(kernel, entry, shapes, options)
+    for calls in _recording:
+        if call not in calls:
+            calls.append(call)
 
 
 # ------------------------------------------------------------------------------------------------

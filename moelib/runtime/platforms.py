@@ -21,6 +21,12 @@ def has_tpu() -> bool:
     return bool(files) or any(name in os.environ for name in _SETTINGS_OF_TPU_VMS)
 
 
+def has_gpu() -> bool:
+    """Returns whether this machine has NVIDIA GPUs, and JAX's plugin for them."""
+    plugins = (importlib.util.find_spec(plugin) for plugin in _PLUGINS["gpu"])
+    return bool(glob.glob("/dev/nvidia[0-9]*")) and any(plugins)
+
+
 def hide_absent_tpus() -> None:
     """Prevents the errors that libtpu prints where there is no TPU; call it before importing JAX.
 

@@ -73,6 +73,7 @@ class StepProgram(Module):
         self._add_child("learner", cfg.learner, param_specs=specs)
         self.on_compiled: Callable[[Any, Any, Any], None] | None = None
         self._axes_used: set[str] = set()  # Logical axes of state, batch and activations.
+        self.replaced_kernels: dict[str, str] = {}  # Backends for kernels that failed their check.
 
     # Devices and shardings.
 
@@ -108,7 +109,7 @@ class StepProgram(Module):
     def on_mesh(self) -> Iterator[None]:
         """Sets mesh, sharding rules and kernel backends; records the logical axes that are used."""
         rules = sharding.sharding_rules(rules_of(self.config))
-        kernels = kernel_backends(self.config.kernel_backends)
+        kernels = kernel_backends({**self.config.kernel_backends, **self.replaced_kernels})
         with kernels, jax.set_mesh(self.mesh()), rules as used:
             yield
         self._axes_used |= used

@@ -28,7 +28,6 @@ from moelib.data.batches.input import BatchIterator, Input
 from moelib.data.batches.prefetch import Prefetcher, host_rows, put_batch
 from moelib.data.batches.skip_batches import SKIPPED, SkippingBatches
 from moelib.huggingface.pretrained import FILES, copy_files
-from moelib.kernels.check import check_kernels
 from moelib.learner.learner import Learner
 from moelib.parallel import sharding
 from moelib.parallel.mesh import MESH_AXIS_NAMES, HybridMeshShape, mesh_shape_from_axes
@@ -45,6 +44,7 @@ from moelib.runtime.processes import agreed, on_process_0
 from moelib.train import state as state_lib
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.init_from import InitFrom
+from moelib.train.kernel_check import replaced_kernels
 from moelib.train.loop import TrainLoop
 from moelib.train.memory import check_memory
 from moelib.train.program import StepProgram
@@ -113,7 +113,8 @@ class SpmdTrainer(StepProgram):
         # {kernel: backend}, such as {"gmm": "xla"}; others follow MOELIB_KERNEL_BACKEND, then the
         # device (docs/kernels.md).
         kernel_backends: dict[str, str] = {}
-        skip_kernel_check: bool = False  # If True, kernels are not checked when a run starts.
+        # If True, kernels are not compared with their references at the first start on a device.
+        skip_kernel_check: bool = False
 
         # -- Output
         dir: Required[str] = REQUIRED  # Folder of the run.
@@ -392,7 +393,8 @@ class SpmdTrainer(StepProgram):
             if cfg.checkpointer is not None and self.model.is_in_config:
                 agreed(lambda: check_readable(cfg, self.trainer_state_specs.model))
             if not cfg.skip_kernel_check:
-                check_kernels(cfg.train_dtype)
+                self.replaced_kernels = replaced_kernels(self)
+                stack.enter_context(self.on_mesh())
             saver, checked = self.saver, None
 
             def lock() -> None:

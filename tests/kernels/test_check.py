@@ -1,20 +1,64 @@
-import json
+"""Each call that a step makes is compared with its definition, in values and gradients."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from moelib.core.errors import UserError
-from moelib.kernels import backend
-from moelib.kernels import check as kernel_check
-from moelib.kernels.backend import BACKENDS, kernel_backends
+from moelib.kernels import backend, check
+from moelib.kernels.backend import BACKENDS, Call, kernel_backends, recorded_calls
+from moelib.kernels.flash_attention import MaskSpec, flash_attention
 from moelib.kernels.flash_attention import xla as attention
+from moelib.kernels.gmm import gmm, gmm_activated
 from moelib.kernels.gmm import xla as grouped
-from tests.python_process import finish, free_port, start
+from moelib.kernels.quantized_matmul import Quantization
+from moelib.kernels.quantized_matmul import xla as quantized
 
 
-@pytest.fixture(autouse=True)
-def _on_every_platform(monkeypatch):
-    monkeypatch.setattr(kernel_check, "PLATFORMS", ("cpu",))
+def gated(gate, up):
+    return jax.nn.silu(gate) * up
+
+
+def call(entry, dtype="float32", options=(), **shapes):
+    kernel = {"attention_forward": "flash_attention", "gmm_activated": "gmm"}.get(entry, entry)
+    whole = ("group_sizes", "segment_ids", "q_segments", "k_segments")
+    named = ((name, shape, "int32" if name in whole else dtype) for name, shape in shapes.items())
+    return Call(kernel, entry, tuple(named), options)
+
+
+SPEC = MaskSpec(64**-0.5)
+ROWS = {"lhs": (320, 128), "group_sizes": (4,)}
+QKV = {"q": (2, 96, 4, 64), "k": (2, 96, 2, 64), "v": (2, 96, 2, 64)}
+CALLS = {
+    "gmm": call("gmm", options=(None,), rhs=(4, 1, 128, 64), **ROWS),
+    "gated": call("gmm_activated", options=(gated,), rhs=(4, 2, 128, 64), bias=(4, 2, 64), **ROWS),
+    "attention": call("flash_attention", options=(SPEC,), segment_ids=(2, 96), **QKV),
+    "window_sinks_cap": call(
+        "flash_attention",
+        options=(SPEC._replace(window=20, logit_cap=10.0),),
+        sinks=(4,),
+        **QKV,
+    ),
+    "shards": call(
+        "attention_forward", options=(SPEC,), q_segments=(2, 96), k_segments=(2, 96), **QKV
+    ),
+    "quantized": call(
+        "quantized_matmul", options=(Quantization.FP8_TENSOR,), x=(2, 40, 64), weight=(64, 48)
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", CALLS)
+def test_right_backends_pass_in_values_and_in_the_gradients_of_all_floats(name, dtype, monkeypatch):
+    compared, difference = [], check._difference
+    monkeypatch.setattr(
+        check, "_difference", lambda *args: compared.append(args[0]) or difference(*args)
+    )
+    found = CALLS[name]
+    operands = tuple((n, s, d if d == "int32" else dtype) for n, s, d in found.operands)
+    assert check.compare(found._replace(operands=operands)) == check.Comparison(None)
+    assert set(compared) == {"value"} | {f"gradient of {n}" for n, _, d in operands if d == dtype}
 
 
 def _plant(monkeypatch, module, name, change):
@@ -23,80 +67,67 @@ def _plant(monkeypatch, module, name, change):
     monkeypatch.setattr(module, name, lambda *args, **kw: change(function(*args, **kw)))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param(None, marks=pytest.mark.slow)])
-def test_right_backends_pass(dtype, monkeypatch):
-    compared, compare = [], kernel_check._compare
-    monkeypatch.setattr(
-        kernel_check, "_compare", lambda *args: [compared.append(args[:3]), compare(*args)]
-    )
-    kernel_check.check_kernels(dtype)
-    gradients = [("gmm", "xla", f"gradient of {n}") for n in ("down", "rows", "up", "up_bias")]
-    gradients += [("flash_attention", "xla", f"gradient of {name}") for name in "kqv"]
-    values = [(kernel, "xla", "value") for kernel in ("flash_attention", "gmm")]
-    assert sorted(compared) == sorted(gradients + values)
-
-
 @pytest.mark.parametrize(
-    ("module", "name", "change", "kernel", "what"),
+    ("call", "module", "name", "change", "what"),
     [
-        (grouped, "forward", lambda out: (out[0].at[75].multiply(1.5), out[1]), "gmm", "value"),
+        ("gmm", grouped, "forward", lambda x: (x[0].at[75].multiply(1.5), x[1]), "value"),
         (
+            "gmm",
             grouped,
             "weight_gradient",
-            lambda out: (out[0].at[1].add(jnp.nan), out[1]),  # Of the group without rows.
-            "gmm",
-            "gradient of (down|up)",
+            lambda x: (x[0].at[1].add(jnp.nan), x[1]),  # Of the group without rows.
+            "gradient of rhs",
         ),
-        (attention, "forward", lambda out: (1.1 * out[0], out[1]), "flash_attention", "value"),
+        ("attention", attention, "forward", lambda x: (1.1 * x[0], x[1]), "value"),
         (
+            "window_sinks_cap",
             attention,
             "backward",
-            lambda out: (out[0], out[1].at[0, 10].set(0), out[2]),
-            "flash_attention",
+            lambda x: (x[0], x[1].at[0, 10].set(0), x[2]),
             "gradient of k",
         ),
+        ("quantized", quantized, "dot", lambda x: 1.1 * x, "value"),
     ],
-    ids=["gmm", "gmm_weight_gradient", "attention", "attention_backward"],
+    ids=["gmm", "gmm_weight_gradient", "attention", "attention_backward", "quantized"],
 )
-def test_a_wrong_backend_stops_with_both_values(monkeypatch, module, name, change, kernel, what):
+def test_a_wrong_backend_is_found_with_both_values(monkeypatch, call, module, name, change, what):
     _plant(monkeypatch, module, name, change)
-    monkeypatch.setattr(kernel_check, "_CASES", {kernel: kernel_check._CASES[kernel]})
-    match = rf"{kernel}.*'xla'.*{what}.*MOELIB_KERNEL_BACKEND={kernel}=xla.*--skip_kernel_check"
-    with pytest.raises(UserError, match=match):
-        kernel_check.check_kernels("float32")
+    found = check.compare(CALLS[call]).difference
+    assert found is not None
+    assert f"its {what} at [" in found
+    assert "tolerance" in found
 
 
-def test_nothing_is_computed_without_an_accelerator(monkeypatch):
-    monkeypatch.setattr(kernel_check, "PLATFORMS", ("gpu", "tpu"))
-    monkeypatch.setattr(kernel_check, "_CASES", None)
-    kernel_check.check_kernels("float32")
+def test_only_a_reference_without_memory_is_shortened():
+    assert check._shortened(CALLS["attention"], memory=1e6) == (CALLS["attention"], None)
+    long = call("flash_attention", options=(SPEC,), q=(1, 4096, 4, 64), sinks=(4,))
+    short, said = check._shortened(long, memory=4 * 6 * 1024**2)
+    assert (short.operands[0][1], short.operands[1][1]) == ((1, 1024, 4, 64), (4,))
+    assert said == "1024 of 4096 tokens"
 
 
-_PROCESS = """
-import json, sys
-import jax
-jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
-from moelib.kernels import check as kernel_check
-from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
-kernel_check.PLATFORMS = ("cpu",)
-if sys.argv[2] == "1":  # Only one of the two is wrong, and only it fails: none waits.
-    kernel_check.TOLERANCE = -1.0
-with jax.set_mesh(create_device_mesh(mesh_shape_from_axes(data=-1))):
-    try:
-        kernel_check.check_kernels("float32")
-        print(json.dumps("right"))
-    except ValueError as error:
-        print(json.dumps(str(error)))
-"""
+def test_each_different_call_is_recorded_once_with_its_shapes():
+    def run(lhs, rhs, q):
+        for _ in range(2):
+            lhs = gmm(lhs, rhs[:, 0], jnp.asarray([2, 3]))
+        flash_attention(q, q, q, SPEC, segment_ids=jnp.zeros((1, 8), jnp.int32))
+        return gmm_activated(lhs, rhs, jnp.asarray([2, 3]), activation=gated)
+
+    shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((6, 4), (2, 2, 4, 4), (1, 8, 2, 4))]
+    with recorded_calls() as calls:
+        jax.eval_shape(run, *shapes)
+    jax.eval_shape(run, *shapes)
+    assert [found.entry for found in calls] == ["gmm", "flash_attention", "gmm_activated"]
+    assert calls[0].operands[0] == ("lhs", (6, 4), "float32")
+    assert calls[2].options == (gated,)
+    assert str(calls[2]).startswith("gmm_activated(lhs float32[6, 4], rhs float32[2, 2, 4, 4], ")
 
 
-@pytest.mark.slow
-def test_each_process_checks_a_device_of_its_own():
-    address = f"localhost:{free_port()}"
-    outputs = finish(*(start("-c", _PROCESS, address, index) for index in range(2)))
-    found = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
-    assert found[0] == "right", outputs
-    assert "gmm by backend 'xla' is wrong" in found[1]
+def test_a_backend_that_cannot_compute_a_call_is_an_error_of_the_user():
+    assert check.backend_of(CALLS["gmm"]) == "xla"
+    blocks = CALLS["quantized"]._replace(options=(Quantization.FP8_BLOCK,))
+    with kernel_backends({"quantized_matmul": "float8"}), pytest.raises(UserError, match="float8"):
+        check.backend_of(blocks)
 
 
 def test_backends_hold_inside_the_context():

@@ -112,6 +112,36 @@ def test_a_bad_number_makes_its_block_nan(scheme, block):
     np.testing.assert_array_equal(np.isnan(found), is_bad | (scheme is Quantization.FP8_TENSOR))
 
 
+E5M2_LIMIT = 57344.0
+
+
+def e5m2(x: np.ndarray) -> np.ndarray:
+    """Returns a gradient as it is quantized with one scale, by the casts of ml_dtypes."""
+    exponent = int(np.ceil(np.log2(np.float64(np.abs(x).max()) / E5M2_LIMIT)))
+    return (x / 2.0**exponent).astype(ml_dtypes.float8_e5m2).astype(np.float64) * 2.0**exponent
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-12, 1e20])
+def test_gradients_with_one_scale_per_array_are_e5m2(scale):
+    rng = np.random.default_rng(0)
+    x = scale * rng.standard_normal((70, 90)) * 2.0 ** rng.integers(-30, 4, (70, 90))
+    x = x.astype(np.float32)
+    of_gradients = jax.jit(functools.partial(quantize, is_gradient=True), static_argnums=(1, 2))
+    found = of_gradients(x, (1, 128), Quantization.FP8_TENSOR)
+    assert found.values.dtype == jnp.float8_e5m2
+    exact = np.asarray(found.dequantized(jnp.float32))
+    np.testing.assert_array_equal(exact, e5m2(x).astype(np.float32))
+    # Smaller than the smallest E4M3 of the same scale, of which the largest is 448.
+    smallest = np.abs(exact[exact != 0]).min()
+    assert smallest < np.abs(x).max() * 2.0**-9 / 448
+
+
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme.format.in_blocks])
+def test_gradients_in_blocks_have_the_dtype_of_activations(scheme):
+    found = quantize(jnp.ones((2, 3)), (1, 128), scheme, is_gradient=True)
+    assert found.values.dtype == scheme.format.dtype
+
+
 # -- Matmuls ---------------------------------------------------------------------------------------
 
 
@@ -140,18 +170,20 @@ def test_matmuls_are_the_products_of_the_operands_of_the_table(backend, scheme, 
     w = rng.standard_normal((b, k, n)[0 if groups else 1 :]).astype(np.float32)
     whole = lambda x: emulated(x.reshape(-1, x.shape[-1]), (1, 1), scheme).reshape(x.shape)
 
-    def each(x, block):
+    def each(x, block, whole=whole):
         if scheme is Quantization.FP8_TENSOR:
             return whole(x)
         return np.stack([emulated(part, block, scheme) for part in x])
 
+    of_grad = functools.partial(each, grad, whole=e5m2)
+
     weight = quantized(w, (128, 128), scheme)
     own = each(w if groups else w[None], (128, 128))
     block = (128, 1) if groups else (128, 128)
-    products = each(x, block).swapaxes(1, 2) @ each(grad, (128, 1))
+    products = each(x, block).swapaxes(1, 2) @ of_grad((128, 1))
     want = (
         each(x, (1, 128)) @ own,
-        each(grad, (1, 128)) @ own.swapaxes(1, 2),
+        of_grad((1, 128)) @ own.swapaxes(1, 2),
         products if groups else products.sum(0),
     )
     # Float32 sums of exact products differ by rounding only.

@@ -72,6 +72,8 @@ def flash_attention(
     """
     backend = backends.chosen_backend("flash_attention", backend)
     passes.check(q, k, v, whole_sequences(q.shape[1], segment_ids), spec, sinks=sinks, whole=True)
+    named = {"q": q, "k": k, "v": v, "sinks": sinks, "segment_ids": segment_ids}
+    backends.record("flash_attention", "flash_attention", named, spec)
     operands = align(q, k, v, sinks, segment_ids)
     if backend in ("cudnn", "reference"):
         forms = {"cudnn": cudnn.attention, "reference": reference.attention}

@@ -51,6 +51,10 @@ def attention_forward(
         ValueError: If the operands do not fit `flash_attention`, or only one side has segments.
     """
     check(q, k, v, positions, spec)
+    segments = {"q_segments": positions.q_segments, "k_segments": positions.k_segments}
+    backends.record(
+        "flash_attention", "attention_forward", {"q": q, "k": k, "v": v, **segments}, spec
+    )
     backend = backends.chosen_backend("flash_attention", backend)
     return run("forward", backend, (q, k, v, None, positions), spec, in_order=False)
 

@@ -156,6 +156,7 @@ def _entry(
     shapes = {name: (x, dims[name]) for name, x in {**floats, "group_sizes": sizes}.items()}
     check_shapes(kernel, shapes)
     check_dtypes(kernel, floats, {"group_sizes": sizes})
+    backends.record("gmm", kernel, {**floats, "group_sizes": sizes}, options.activation)
     operands = align(lhs, rhs, sizes, bias)
     if options.backend == "reference":
         return _value(options, *operands)

@@ -10,7 +10,8 @@
 Blocks along tokens are those of one sequence, so that the mesh and the number of micro-batches
 change nothing. Rows of experts are in blocks of 128 from the first row of all experts; a block with
 rows of two experts has one scale. Products are summed in float32. The gradient of a weight is
-straight through: that of the quantized weight.
+straight through: that of the quantized weight. A scheme may give d y another dtype: `FP8_TENSOR`
+has E5M2 for it, and E4M3 for x and w.
 
 Matmuls of experts multiply the exact bfloat16 or float32 values of the operands in the kernels of
 `moelib.kernels.gmm`.
@@ -77,6 +78,8 @@ def quantized_matmul(
     Raises:
         UserError: If `backend` is "float8" and the scheme has a scale per block.
     """
+    operands = {"x": x, "weight": gradient_of}
+    backends.record("quantized_matmul", "quantized_matmul", operands, weight.scheme)
     if backend is None:
         backend = backends.chosen_backend("quantized_matmul")
     if backend is None:
@@ -150,10 +153,10 @@ def _dense_forward(options: _Dense, x: Array, weight: Quantized, gradient_of: Ar
 
 def _dense_backward(options: _Dense, saved: Any, grad: Array) -> Any:
     x, weight = saved
-    of = functools.partial(quantize, scheme=weight.scheme)
-    x_grad = options.of_weight("btn,w->btk", of(grad, ROWS), weight, x.dtype)
-    block = COLUMNS if options.has_groups else TILES
-    weight_grad = options.dot("btk,btn->w", of(x, block), of(grad, COLUMNS), x.dtype)
+    of_grad = functools.partial(quantize, grad, scheme=weight.scheme, is_gradient=True)
+    x_grad = options.of_weight("btn,w->btk", of_grad(ROWS), weight, x.dtype)
+    x = quantize(x, COLUMNS if options.has_groups else TILES, weight.scheme)
+    weight_grad = options.dot("btk,btn->w", x, of_grad(COLUMNS), x_grad.dtype)
     return x_grad, None, weight_grad
 
 
@@ -191,10 +194,12 @@ def _grouped_forward(
 def _grouped_backward(backend: str | None, saved: Any, grad: Array) -> Any:
     rows, weight, sizes = saved
     dtype, of = rows.dtype, {"group_sizes": sizes, "backend": backend}
-    exact = lambda x, block: xla.exact(quantize(x, block, weight.scheme), dtype)
     rows, grad = _of_groups(rows, sizes), _of_groups(grad, sizes)
-    rows_grad = gmm_input_gradient(exact(grad, ROWS), xla.exact(weight, dtype), **of)
-    weight_grad = gmm_weight_gradient(exact(rows, COLUMNS), exact(grad, COLUMNS), **of)
+    of_grad = functools.partial(quantize, grad, scheme=weight.scheme, is_gradient=True)
+    by_row, by_column = (xla.exact(of_grad(block), dtype) for block in (ROWS, COLUMNS))
+    rows = xla.exact(quantize(rows, COLUMNS, weight.scheme), dtype)
+    rows_grad = gmm_input_gradient(by_row, xla.exact(weight, dtype), **of)
+    weight_grad = gmm_weight_gradient(rows, by_column, **of)
     return rows_grad.astype(dtype), None, weight_grad.astype(dtype), None
 
 

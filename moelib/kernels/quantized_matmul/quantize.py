@@ -33,13 +33,7 @@ class Format(NamedTuple):
     dtype: Any  # Of values.
     in_blocks: bool  # Whether each block has a scale; otherwise all of an array has one.
     scale_dtype: Any
-
-    @property
-    def limit(self) -> float:
-        """The largest magnitude of a value."""
-        if jnp.issubdtype(self.dtype, jnp.integer):
-            return float(jnp.iinfo(self.dtype).max)
-        return float(jnp.finfo(self.dtype).max)
+    gradient_dtype: Any = None  # Of values of gradients of results, if another one.
 
 
 class Quantization(enum.Enum):
@@ -49,7 +43,9 @@ class Quantization(enum.Enum):
     # float8_e4m3fn with a float32 scale per block. DeepSeek-V3, arXiv:2412.19437, section 3.3.
     FP8_BLOCK = "fp8-block"
     FP8_BLOCK_E8M0 = "fp8-block-e8m0"  # The same with scales of 8 bits, as Blackwell reads them.
-    FP8_TENSOR = "fp8-tensor"  # float8_e4m3fn with one scale per array. arXiv:2209.05433.
+    # float8_e4m3fn with one scale per array; gradients of results in float8_e5m2, since one scale
+    # for all of them needs its range. arXiv:2209.05433, section 3.
+    FP8_TENSOR = "fp8-tensor"
     INT8_BLOCK = "int8-block"  # int8 with a float32 scale per block.
 
     @property
@@ -62,7 +58,7 @@ _E4M3, _F32 = jnp.float8_e4m3fn, jnp.float32
 _FORMATS = {
     Quantization.FP8_BLOCK: Format(_E4M3, True, _F32),
     Quantization.FP8_BLOCK_E8M0: Format(_E4M3, True, jnp.float8_e8m0fnu),
-    Quantization.FP8_TENSOR: Format(_E4M3, False, _F32),
+    Quantization.FP8_TENSOR: Format(_E4M3, False, _F32, jnp.float8_e5m2),
     Quantization.INT8_BLOCK: Format(jnp.int8, True, _F32),
 }
 
@@ -104,23 +100,38 @@ class Quantized:
         return _joined(tiles * self.scales.astype(dtype)[..., None, :, None], self.values.shape)
 
 
-def quantize(x: Float[Array, "... m n"], block: tuple[int, int], scheme: Quantization) -> Quantized:
+def quantize(
+    x: Float[Array, "... m n"],
+    block: tuple[int, int],
+    scheme: Quantization,
+    *,
+    is_gradient: bool = False,
+) -> Quantized:
     """Returns an array in blocks of [rows, columns], incomplete ones at the ends included.
 
-    Schemes without blocks have one scale for all of `x`.
+    Schemes without blocks have one scale for all of `x`. `is_gradient` is whether it is the
+    gradient of a matmul's result, for which a scheme may have another dtype.
     """
     fmt = scheme.format
+    dtype = fmt.gradient_dtype if is_gradient and fmt.gradient_dtype else fmt.dtype
+    limit = _limit(dtype)
     m, n = x.shape[-2:]
     tiles = _in_blocks(x, block if fmt.in_blocks else (m, n))
     # XLA's maximum may drop a NaN, but no infinity.
     sizes = jnp.where(jnp.isfinite(tiles), jnp.abs(tiles), jnp.inf)
     axes = (-3, -1) if fmt.in_blocks else tuple(range(tiles.ndim))
     amax = jnp.max(sizes, axes, keepdims=True, initial=0.0).astype(jnp.float32)
-    scales = _power_of_two(amax, fmt.limit)
-    y = jnp.clip(tiles.astype(jnp.float32) * (1.0 / scales), -fmt.limit, fmt.limit)
-    y = _rounded(y, fmt.dtype)
+    scales = _power_of_two(amax, limit)
+    y = jnp.clip(tiles.astype(jnp.float32) * (1.0 / scales), -limit, limit)
+    y = _rounded(y, dtype)
     scales = jnp.squeeze(scales.astype(fmt.scale_dtype), (-3, -1))
-    return Quantized(_joined(y.astype(fmt.dtype), x.shape), scales, scheme)
+    return Quantized(_joined(y.astype(dtype), x.shape), scales, scheme)
+
+
+def _limit(dtype: Any) -> float:
+    """Returns the largest magnitude of a dtype."""
+    info = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
+    return float(info(dtype).max)
 
 
 def _rounded(x: Array, dtype: Any) -> Array:

@@ -53,6 +53,8 @@ def run_in_rounds(
 ) -> Float[Array, "T D"]:
     """Returns the sum of `run` over the rounds, each with the assignments of that round only.
 
+    Further rounds are summed in float32, and cast once: rounding does not grow with their number.
+
     Args:
         run: Differentiable in the parameters, tokens and weights of what it is given.
         local: The tokens, with all their assignments.
@@ -68,15 +70,23 @@ def run_in_rounds(
         return run(Local(local.experts, params, x, ids, weights, local.batch))
 
     def add(total: Any, step: Callable[[Array], Any], num_rounds: Array) -> Any:
-        """Adds the further rounds to a total."""
+        """Adds the further rounds to a total, in float32."""
+        remain = lambda state: state[0] < num_rounds
 
-        def body(state: tuple[Array, Any]) -> tuple[Array, Any]:
+        def one_more(state: tuple[Array, Any]) -> tuple[Array, Any]:
             i, total = state
-            return i + 1, jax.tree.map(jnp.add, total, step(i))
+            return i + 1, jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, step(i))
+
+        # A loop of one iteration, or of none: only further rounds cost casts.
+        def all_of_them(state: tuple[Array, Any]) -> tuple[Array, Any]:
+            i, total = state
+            wide = jax.tree.map(_wide, total)
+            i, wide = lax.while_loop(remain, one_more, (i, wide))
+            return i, jax.tree.map(lambda t, x: x.astype(t.dtype), total, wide)
 
         with jax.named_scope(FURTHER_ROUNDS):
             start = jnp.ones((), jnp.int32), total
-            return lax.while_loop(lambda state: state[0] < num_rounds, body, start)[1]
+            return lax.while_loop(remain, all_of_them, start)[1]
 
     # The values pass through, so that their gradients of the first round reach the backward loop.
     @jax.custom_vjp
@@ -101,3 +111,7 @@ def run_in_rounds(
     others = quantized, local.ids, rounds
     values, rest = further((params, local.x, local.weights), others, num_rounds)
     return one(values, others, 0) + rest
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x

@@ -93,5 +93,29 @@ def test_the_loop_has_its_name_in_the_compiled_program():
     grads = jax.grad(lambda *v: jnp.sum(total([], v, IDS[0, 1] + 1) ** 2), (0, 1, 2))
     lowered = jax.jit(grads).lower(*values).compile().as_text()
     loops = [line for line in lowered.splitlines() if " while(" in line]
-    assert len(loops) == 2
+    assert (
+        len(loops) == 4
+    )  # In each pass, one over the rounds, inside one of one iteration or none.
     assert all(FURTHER_ROUNDS in line for line in loops)
+
+
+def test_many_rounds_of_small_results_and_gradients_do_not_vanish():
+    num_rounds = 17
+    rounds = jnp.arange(num_rounds)[None]
+    # Each further round adds half of the last place of the first one's result.
+    weights = jnp.asarray([[1.0] + [2.0**-9] * (num_rounds - 1)], jnp.bfloat16)
+    ids, x = jnp.zeros_like(rounds), jnp.ones((1, 1), jnp.bfloat16)
+
+    def run(local):
+        weight = jnp.where(local.ids == 0, local.weights, 0).sum(1, keepdims=True)
+        return local.x * weight
+
+    @jax.jit
+    def pulled(x, number):
+        local = lambda x: Local(DenseDispatcher, (), x, ids, weights, 1)
+        y, pull = jax.vjp(lambda x: run_in_rounds(run, local(x), rounds, number, no_expert=1), x)
+        return y, pull(jnp.ones_like(y))[0]
+
+    for found in pulled(x, jnp.int32(num_rounds)):
+        assert found.dtype == jnp.bfloat16
+        assert float(found[0, 0]) == 1 + (num_rounds - 1) * 2.0**-9

@@ -1,0 +1,137 @@
+"""Kernels that fail their comparison are replaced, with a warning, and compared once."""
+
+import json
+import sys
+
+import pytest
+
+from moelib.core.errors import UserError
+from moelib.kernels.backend import traced_backends
+from moelib.train import kernel_check
+from tests.python_process import finish, free_port, start
+from tests.train.planted_kernel import config
+
+MODULE = "tests.train.planted_kernel"
+
+
+@pytest.fixture(autouse=True)
+def _on_cpus_with_a_cache_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernel_check, "PLATFORMS", ("cpu",))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    kernel_check.warn_once.cache_clear()
+
+
+def plant(monkeypatch, fault, seconds=100):
+    command = (sys.executable, "-m", MODULE, fault, str(seconds))
+    monkeypatch.setattr(kernel_check, "COMMAND", command)
+    monkeypatch.setitem(kernel_check.LIMIT_SECONDS, "call", seconds)
+
+
+def kept(tmp_path):
+    (path,) = (tmp_path / "cache/moelib/kernel_checks").iterdir()
+    (found,) = json.loads(path.read_text())["devices"].values()
+    return {(kernel, call.partition("(")[0]): fault for kernel, call, _, fault, _ in found}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "seconds", "words"),
+    [
+        ("wrong", 100, "is wrong: its value at"),
+        ("raising", 100, "fails (JaxRuntimeError"),
+        ("crashing", 100, "its process ended with status 3"),
+        ("hanging", 20, "does not end within 20 s"),
+    ],
+)
+def test_a_kernel_with_a_fault_is_replaced_once_it_is_compared(
+    tmp_path, monkeypatch, caplog, fault, seconds, words
+):
+    plant(monkeypatch, fault, seconds)
+    cfg = config(tmp_path / "run")
+    assert cfg.instantiate(parent=None).run()["step"] == 1
+    assert traced_backends()["gmm"] == "xla"
+    (warning,) = [r.getMessage() for r in caplog.records if "REPLACED" in r.getMessage()]
+    for expected in (words, "gmm by backend 'tpu'", "gmm_activated(lhs", "[32, 16]", "gmm=xla"):
+        assert expected in warning
+    found = kept(tmp_path)
+    assert words in found.pop(("gmm", "gmm_activated"))
+    assert found == {("flash_attention", "flash_attention"): None, ("gmm", "gmm"): None}
+
+    # A second start replaces the kernel and compares nothing.
+    monkeypatch.setattr(kernel_check, "COMMAND", ("false",))
+    kernel_check.warn_once.cache_clear()
+    cfg.dir = str(tmp_path / "again")
+    assert cfg.instantiate(parent=None).run()["step"] == 1
+    assert sum("REPLACED" in r.getMessage() for r in caplog.records) == 2
+
+
+@pytest.mark.slow
+def test_right_kernels_are_kept_and_compared_before_the_devices_are_opened(tmp_path, monkeypatch):
+    plant(monkeypatch, "none")
+    cfg = config(tmp_path / "run")
+    kernel_check.compare_before_devices(cfg)
+    assert set(kept(tmp_path).values()) == {None}
+    monkeypatch.setattr(kernel_check, "COMMAND", ("false",))
+    assert kernel_check.replaced_kernels(cfg.instantiate(parent=None)) == {}
+    kernel_check.compare_before_devices(cfg.set(max_step=2))  # Of the same step.
+    with monkeypatch.context() as patched:
+        compared = []
+        patched.setattr(kernel_check, "_in_processes", lambda *_: compared.append(1))
+        kernel_check.compare_before_devices(cfg.set(num_microbatches=2))
+        assert compared
+
+
+@pytest.mark.slow
+def test_a_process_that_compares_itself_ends_at_a_hang_and_goes_on_at_its_next_start(tmp_path):
+    command = ("-m", MODULE, "hanging", 20, tmp_path, "here")
+    ((_, err),) = finish(start(*command, devices=1), code=87)
+    assert "while gmm_activated" in err
+    ((out, _),) = finish(start(*command, devices=1))
+    assert out.splitlines() == [
+        "flash_attention None",
+        "gmm does not end within 20 s",
+        "gmm None",
+    ]
+
+
+_JOB = """
+import json, sys
+import jax
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+from moelib.train import kernel_check
+from tests.train.planted_kernel import config
+wrong = kernel_check.Verdict("gmm", "gmm(lhs)", "tpu", "is wrong: its value")
+def compared(cfg, environment, num_devices):
+    assert jax.process_index() == 0 and num_devices == 4
+    return {"4 x cpu": [wrong]}
+kernel_check.PLATFORMS, kernel_check._in_processes = ("cpu",), compared
+print(json.dumps(kernel_check.replaced_kernels(config(sys.argv[3]).instantiate(parent=None))))
+"""
+
+
+@pytest.mark.slow
+def test_all_processes_of_a_job_take_the_choice_of_the_first(tmp_path):
+    address = f"localhost:{free_port()}"
+    job = [start("-c", _JOB, address, index, tmp_path / "run") for index in range(2)]
+    assert [json.loads(out.splitlines()[-1]) for out, _ in finish(*job)] == [{"gmm": "xla"}] * 2
+
+
+def test_plain_xla_that_is_wrong_has_no_replacement():
+    wrong = kernel_check.Verdict("gmm", "gmm(lhs)", "xla", "is wrong: its value")
+    with pytest.raises(UserError, match=r"gmm by backend 'xla' is wrong.*--skip_kernel_check"):
+        kernel_check._replaced([wrong], "TPU v6 lite")
+
+
+def test_a_comparison_that_does_not_start_is_a_warning(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(kernel_check, "COMMAND", ("false",))
+    kernel_check.compare_before_devices(config(tmp_path))
+    assert "could not be compared" in caplog.text
+    assert not (tmp_path / "cache").exists()
+
+
+def test_nothing_is_compared_without_an_accelerator(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernel_check, "PLATFORMS", ("gpu", "tpu"))
+    monkeypatch.setattr(kernel_check, "_in_processes", None)
+    cfg = config(tmp_path)
+    kernel_check.compare_before_devices(cfg)
+    assert kernel_check.replaced_kernels(cfg.instantiate(parent=None)) == {}
