@@ -335,10 +335,10 @@ class Checkpointer(Module):
     def remove_unfinished(self) -> None:
         """Removes incomplete checkpoints of processes that were killed.
 
-        One after the newest that has lost its record is moved aside.
+        A checkpoint after the newest complete one whose record is lost is moved aside.
 
         Raises:
-            DamagedCheckpointError: If such a one is all that there is.
+            DamagedCheckpointError: If there is no complete one, but one whose record is lost.
         """
 
         def remove() -> None:

@@ -23,7 +23,7 @@ STEP_PREFIX = "step_"
 RECORD_ITEM = "record"
 STATE_ITEM = "state"
 RECORD_FILE = os.path.join(RECORD_ITEM, "metadata")
-STARTED_FILE = "started"  # Is there until the record is.
+STARTED_FILE = "started"  # Beside arrays that are being written or deleted, without a record.
 
 Arrays = dict[str, list[Any]]  # {"path/of/array": [dtype, [sizes]]}
 
@@ -208,7 +208,7 @@ def list_unfinished(directory: str) -> list[str]:
 def list_lost(directory: str) -> list[str]:
     """Returns the folders after the newest checkpoint that have lost their record, oldest first.
 
-    A process that is killed while it writes one leaves `STARTED_FILE`.
+    A folder with `STARTED_FILE` is of a process that was killed while it wrote or deleted one.
 
     Raises:
         UserError: If the folder cannot be listed.
@@ -238,9 +238,9 @@ def _has_record(path: str) -> bool:
 
 def delete_checkpoint(path: str) -> None:
     """Deletes a checkpoint, or whatever is at its path; incomplete if killed. Raises OSError."""
-    if not os.path.islink(path):
-        with contextlib.suppress(NotADirectoryError):
-            storage.remove(os.path.join(path, RECORD_FILE))
+    if not os.path.islink(path) and _has_record(path):
+        storage.write_bytes(os.path.join(path, STARTED_FILE), b"")  # Else its record looks lost.
+        storage.remove(os.path.join(path, RECORD_FILE))
     storage.remove_tree(path)
 
 

@@ -247,6 +247,8 @@ def find_checkpoints(
     wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
     there = f"there are steps {', '.join(map(str, found))}." if found else "the folder has none."
     lost = [os.path.basename(path) for path in contents.list_lost(directory)]
+    if step is not None:
+        lost = [name for name in lost if name == os.path.basename(contents.step_path("", step))]
     cure = f" {lost[-1]} lacks its {contents.RECORD_FILE}: put it back." if lost else ""
     raise CheckpointNotFoundError(f"{directory}: {wanted}; {there}{cure}")
 

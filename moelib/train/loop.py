@@ -8,6 +8,7 @@ step, so that no state is saved before its step has been checked.
 import contextlib
 import logging
 import math
+import numbers
 import os
 import time
 from collections.abc import Mapping
@@ -377,7 +378,7 @@ class TrainLoop(Run):
     def _end_watcher(self, watcher: Watcher) -> None:
         """Calls `ended`, whose error is that of the run, unless this has one."""
         try:
-            with named_in_errors(watcher):
+            with named_in_errors(watcher, can_go_back=False):
                 watcher.ended()
         except Exception as error:
             if self.error is not None and not isinstance(self.error, GoBack):
@@ -396,7 +397,7 @@ class TrainLoop(Run):
             *report.rates(self._throughput.overall() | interval.memory),
         ]
         for watcher in self._watchers:
-            with named_in_errors(watcher):
+            with named_in_errors(watcher, can_go_back=False):
                 rows += watcher.rows()
         rows.append(("wall", report.wall_time(wall_seconds, self.seconds())))
         rows += report.files(self, self._summary_writer.config, self._saved_step)
@@ -406,10 +407,17 @@ class TrainLoop(Run):
 
 
 def _checked(watcher: Watcher, scalars: Any, before: Scalars) -> Scalars:
-    """Returns the metrics that a watcher returned. Raises UserError if it dropped some."""
+    """Returns the metrics that a watcher returned. Raises UserError if some are missing."""
     if not isinstance(scalars, Mapping) or not before.keys() <= scalars.keys():
         raise UserError(
             f"{watcher.path}: step_done of {type(watcher).__qualname__} must return all metrics "
             "that it is given, with its own added."
         )
-    return dict(scalars)
+    try:
+        return {name: float(value) for name, value in scalars.items()}
+    except (TypeError, ValueError):
+        name, value = next(x for x in scalars.items() if not isinstance(x[1], numbers.Real))
+        raise UserError(
+            f"{watcher.path}: step_done of {type(watcher).__qualname__} returns {value!r:.80} as "
+            f"{name!r}; return numbers."
+        ) from None

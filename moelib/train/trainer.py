@@ -1,5 +1,6 @@
 """The trainer: builds the parts of a run, restores their state, and runs them to the end."""
 
+import collections
 import contextlib
 import functools
 import logging
@@ -23,6 +24,7 @@ from moelib.core.config import (
     maybe_instantiate,
 )
 from moelib.core.config_types import NonNegativeInt, PositiveFloat, PositiveInt
+from moelib.core.errors import UserError
 from moelib.core.module import Module
 from moelib.data.batches.input import BatchIterator, Input
 from moelib.data.batches.prefetch import Prefetcher, host_rows, put_batch
@@ -57,6 +59,8 @@ from moelib.train.watcher import Activity, GoBack, Watcher, named_in_errors
 from moelib.train.watchers.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
+
+_MAX_RETURNS = 10  # From one step; a run that goes back more often makes no progress.
 
 
 class SpmdTrainer(StepProgram):
@@ -469,6 +473,7 @@ class SpmdTrainer(StepProgram):
         """Runs the loop, again from the newest checkpoint after each bad step to take again."""
         stop = StopRequest()
         stopped_by: str | None = None
+        returns = collections.Counter[int]()  # By the step that went back.
         try:
             text = self.config.debug_string()
             on_process_0(lambda: self.summary_writer.start_trackers(text))
@@ -476,6 +481,14 @@ class SpmdTrainer(StepProgram):
                 try:
                     result = TrainLoop(self, start, stop=stop).run()
                 except GoBack as again:
+                    returns[self.step] += 1
+                    if returns[self.step] > _MAX_RETURNS:
+                        raise UserError(
+                            f"step {self.step}: the run went back {_MAX_RETURNS} times from here "
+                            f"({again.reason}), and does not get further; remove the watcher that "
+                            "raises GoBack, or let it go back for a cause that passes."
+                        ) from again
+                    self.folder.note("go_back", step=self.step, reason=again.reason)
                     start = self._go_back(prng_key, again)
                 else:
                     stopped_by = result["stopped_by"]
@@ -484,7 +497,10 @@ class SpmdTrainer(StepProgram):
             self.summary_writer.close_trackers(stopped_by)
 
     def _go_back(self, prng_key: jax.Array | int | None, again: GoBack) -> Start:
-        """Restores the newest checkpoint; a local one may be of a state that was damaged."""
+        """Restores the newest checkpoint; a local one may be of a state that was damaged.
+
+        Returns the start of the steps after it.
+        """
         jax.block_until_ready(self._state)  # Else its collectives meet those of the restore.
         self._state = None  # Frees its memory for the one to restore.
         if again.durable and self.checkpointer.local is not None:

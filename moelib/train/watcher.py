@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -11,6 +12,7 @@ import jax
 
 from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.core.config import Configurable, config_class
+from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.runs.folder import RunFolder
 from moelib.train.start import Start
@@ -151,16 +153,26 @@ class Watcher(Configurable):
 
 
 @contextlib.contextmanager
-def named_in_errors(watcher: Watcher) -> Iterator[None]:
-    """Adds the watcher's path to an exception of the block, as `add_path` does."""
+def named_in_errors(watcher: Watcher, *, can_go_back: bool = True) -> Iterator[None]:
+    """Adds the watcher's path to an exception of the block, as `add_path` does.
+
+    Raises:
+        UserError: Instead of a `GoBack`, if there is no step left to go back to.
+    """
     try:
         yield
     except Exception as error:
+        if isinstance(error, GoBack) and not can_go_back:
+            raise UserError(
+                f"{watcher.path}: GoBack ({error.reason}) after the last step; raise it before "
+                "`ended`, in step_done, between_steps, evaluated or before_save."
+            ) from None
         add_path(error, watcher)
         raise
 
 
 def add_path(error: Exception, watcher: Watcher) -> None:
     """Adds a note with the watcher's path to its exception, if the message lacks it."""
-    if watcher.path not in str(error):
+    said = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    if not re.search(rf"{re.escape(watcher.path)}(?![\w.])", said):
         error.add_note(f"Raised by {watcher.path}, a {type(watcher).__qualname__}.")

@@ -5,6 +5,7 @@ import logging
 import os
 import resource
 import signal
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -174,6 +175,16 @@ def test_only_one_without_its_record_is_an_error_and_stays(checkpointer):
         with pytest.raises(DamagedCheckpointError, match="step_00000005 has no record/metadata"):
             checkpointer.remove_unfinished()
     assert os.listdir(checkpointer.dir) == ["step_00000005"]
+
+
+def test_one_whose_deletion_was_killed_is_removed(checkpointer, monkeypatch):
+    save(checkpointer, 5)
+    monkeypatch.setattr(contents.storage, "remove_tree", mock.Mock(side_effect=SystemExit))
+    with pytest.raises(SystemExit):
+        contents.delete_checkpoint(step_path(checkpointer.dir, 5))
+    monkeypatch.undo()
+    checkpointer.remove_unfinished()  # Its record was removed, not lost.
+    assert os.listdir(checkpointer.dir) == []
 
 
 def test_one_that_was_killed_before_its_record_is_removed(checkpointer, monkeypatch, caplog):

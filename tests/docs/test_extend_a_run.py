@@ -10,7 +10,7 @@ from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.runs.folder import RunFolder
 from moelib.runtime.command_line import one_line
-from moelib.train.watcher import Watcher
+from moelib.train.watcher import GoBack, Watcher
 from tests import tiny
 
 
@@ -111,16 +111,23 @@ def test_an_evaluation_without_the_metric_does_not_count(tmp_path):
     assert watcher.run.stop.called
 
 
-@pytest.mark.parametrize("returned", [None, {}])
-def test_a_watcher_that_drops_metrics_is_named(tmp_path, returned):
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda scalars: None, "Dropping must return all metrics"),
+        (lambda scalars: {}, "Dropping must return all metrics"),
+        (lambda scalars: scalars | {"loss": "low"}, "Dropping returns 'low' as 'loss'"),
+    ],
+)
+def test_a_watcher_that_drops_metrics_or_returns_no_number_is_named(tmp_path, returned, message):
     class Dropping(Watcher):
         def step_done(self, step, scalars):
-            return returned
+            return returned(scalars)
 
     cfg = tiny.trainer_config(tmp_path, max_step=4, evaler=False).set(checkpointer=None)
     trainer = cfg.instantiate(parent=None)
     trainer.watchers = {**trainer.watchers, "own": Dropping.default_config().instantiate()}
-    with pytest.raises(UserError, match="Dropping must return all metrics"):
+    with pytest.raises(UserError, match=message):
         trainer.run()
 
 
@@ -164,6 +171,44 @@ def test_a_run_whose_watcher_cannot_end_has_failed_and_the_others_end(tmp_path):
     assert one_line(raised.value).startswith("no disk Raised by watchers.second, a EndsBadly.")
     assert trainer.watchers["first"].calls[-1] == ("ended", raised.value)
     assert RunFolder(tmp_path).events()[-1]["error"] == "UserError: no disk"
+
+
+class GoesBack(Watcher):
+    @config_class
+    class Config(Watcher.Config):
+        when: str = "step_done"
+
+    def _go_back(self, when):
+        if when == self.config.when:
+            raise GoBack("again", durable=False)
+
+    def step_done(self, step, scalars):
+        self._go_back("step_done")
+        return scalars
+
+    def rows(self):
+        self._go_back("rows")
+        return ()
+
+    def ended(self):
+        self._go_back("ended")
+
+
+@pytest.mark.parametrize(
+    ("when", "message"),
+    [
+        ("step_done", r"the run went back 10 times from here \(again\)"),
+        ("rows", "watchers.own: GoBack .* after the last step"),
+        ("ended", "watchers.own: GoBack .* after the last step"),
+    ],
+)
+def test_a_watcher_cannot_go_back_for_ever(tmp_path, when, message):
+    cfg = tiny.trainer_config(tmp_path, max_step=2, evaler=False)
+    cfg.watchers = {"own": GoesBack.default_config().set(when=when)}
+    with pytest.raises(UserError, match=message):
+        cfg.instantiate(parent=None).run()
+    events = [x for x in RunFolder(tmp_path).events() if x["event"] == "go_back"]
+    assert [x["reason"] for x in events] == ["again"] * (10 if when == "step_done" else 0)
 
 
 class FailsTwice(EndsBadly):
