@@ -12,16 +12,17 @@ All values are per step and device.
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from moelib.parallel import sharding
 from moelib.planning.estimate import transfers
 from moelib.planning.estimate.candidates import Candidate
-from moelib.planning.estimate.links import Links, Traffic
+from moelib.planning.estimate.links import Layout, Links, Traffic
 from moelib.planning.estimate.memory import Placement, at_peak
 from moelib.planning.estimate.pipeline import AXIS, Pipeline, pipeline_of
 from moelib.planning.estimate.workload import Workload
+from moelib.planning.hardware.topologies import TopologyShape
 from moelib.runtime.accelerators import Accelerator, peak_flops_per_second
 
 
@@ -134,6 +135,7 @@ class Estimator:
         """
         self._work, self._rules, self._prices = work, rules, prices
         self._by_mesh: dict[Any, _OnMesh] = {}
+        self._layout = functools.cache(Layout)
         self._pipeline = functools.cache(functools.partial(pipeline_of, work))
 
     def __call__(self, candidate: Candidate) -> Estimate:
@@ -141,7 +143,7 @@ class Estimator:
         work, topology = self._work, candidate.topology
         key = topology.name, candidate.mesh
         if key not in self._by_mesh:
-            self._by_mesh[key] = _OnMesh(work, candidate, self._rules)
+            self._by_mesh[key] = _OnMesh(work, candidate, self._rules, self._layout)
         on_mesh = self._by_mesh[key]
         placement, accelerator = on_mesh.placement, topology.accelerator
         micro, tokens = candidate.num_microbatches, work.tokens / topology.num_devices
@@ -184,9 +186,15 @@ class Estimator:
 class _OnMesh:
     """A workload on one mesh: its placement and its transfers."""
 
-    def __init__(self, work: Workload, candidate: Candidate, rules: sharding.Rules) -> None:
+    def __init__(
+        self,
+        work: Workload,
+        candidate: Candidate,
+        rules: sharding.Rules,
+        layout: Callable[[TopologyShape, tuple[int, ...]], Layout],
+    ) -> None:
         self.placement = Placement(work, candidate, rules)
-        self._links = Links(candidate.topology, candidate.mesh)
+        self._links = Links(candidate.topology, candidate.mesh, layout)
         self._is_tpu = candidate.topology.accelerator.platform == "tpu"
         self._units = functools.cache(self._fold)
 
