@@ -255,7 +255,10 @@ class _OnMesh:
         work = placement.work
         state = 2 * (placement.parameters + placement.optimizer) + 8 * placement.trained_elements
         activations = 4 * self._saved_bytes * tokens
-        passes, layers = 2 + work.recomputes(candidate.remat), work.moe.num_layers if work.moe else 0
+        passes, layers = (
+            2 + work.recomputes(candidate.remat),
+            work.moe.num_layers if work.moe else 0,
+        )
         rows = placement.empty_rows(tokens) * layers * passes * _EMPTY_ROWS
         loss = micro * placement.loss_bytes(tokens * placement.tensor_parts / micro)
         scores = 0.0

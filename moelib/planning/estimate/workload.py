@@ -107,6 +107,13 @@ class Workload:
         return self.global_batch_size * self.seq_len
 
     @property
+    def num_inner_experts(self) -> int:
+        """Layers with experts before the last layer of their block, taken to have experts too."""
+        layers = self.moe.num_layers if self.moe else 0
+        inner = self.num_blocks * (self.num_layers // self.num_blocks - 1)
+        return max(min(inner, layers - self.num_blocks), 0)
+
+    @property
     def compute_itemsize(self) -> int:
         """Bytes per element of activations."""
         return jnp.dtype(self.compute_dtype).itemsize
