@@ -43,7 +43,7 @@ class ConfigFlags:
         (), "Field of the config and its value, such as learner.ema.decay=0.999."
     )
     data_dir: str | None = flag(None, "Folder that replaces {data_dir} in the config's paths.")
-    max_step: int | None = flag(None, "Number of steps to train for.")
+    max_step: int | None = flag(None, "Number of steps to train for.", lower_bound=1)
     mesh_selector: str | None = flag(
         None, "Name of the hardware, which selects the first mesh rule that matches it."
     )

@@ -16,13 +16,15 @@ import jax
 
 from moelib.checkpoint import checksums, contents
 from moelib.checkpoint.contents import (
-    STATE_ITEM,
+    RECORD_FILE,
+    STARTED_FILE,
     CheckpointRecord,
     DamagedCheckpointError,
     RunRecord,
     UnreadableCheckpointError,
     delete_checkpoint,
     list_checkpoints,
+    list_lost,
     list_unfinished,
     move_checkpoint,
 )
@@ -197,6 +199,8 @@ class Checkpointer(Module):
             sync_folder(self.dir)  # The name of the new checkpoint.
             CheckpointRecord.of(run, arrays, checksums.finish_checksums(started)).write(path)
             self._complete_step = run.step
+            with contextlib.suppress(OSError):  # It is complete.
+                storage.remove(os.path.join(path, STARTED_FILE))
 
     def wait(self, *, alone: bool = False) -> None:
         """Waits until the checkpoint being written is complete, then deletes those not kept.
@@ -331,16 +335,21 @@ class Checkpointer(Module):
     def remove_unfinished(self) -> None:
         """Removes incomplete checkpoints of processes that were killed.
 
-        On a disk, one after the newest complete one is moved aside if its arrays are all there: its
-        record may have been lost.
+        One after the newest that has lost its record is moved aside.
+
+        Raises:
+            DamagedCheckpointError: If such a one is all that there is.
         """
 
         def remove() -> None:
-            by_step = lambda path: (len(path), path)
-            newest = max(list_checkpoints(self.dir).values(), default="", key=by_step)
+            lost = list_lost(self.dir)
+            if lost and not list_checkpoints(self.dir):
+                raise DamagedCheckpointError(
+                    f"{lost[-1]} has no {RECORD_FILE}, and is the only checkpoint; put the file "
+                    f"back to resume from it, or move {self.dir} aside to start from step 0."
+                )
             for path in list_unfinished(self.dir):
-                is_whole = os.path.isdir(os.path.join(path, STATE_ITEM))
-                if is_whole and by_step(path) > by_step(newest):
+                if path in lost:
                     aside = f"{path}.without_record"
                     delete_checkpoint(aside)
                     move_checkpoint(path, aside)

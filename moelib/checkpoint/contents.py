@@ -23,6 +23,7 @@ STEP_PREFIX = "step_"
 RECORD_ITEM = "record"
 STATE_ITEM = "state"
 RECORD_FILE = os.path.join(RECORD_ITEM, "metadata")
+STARTED_FILE = "started"  # Is there until the record is.
 
 Arrays = dict[str, list[Any]]  # {"path/of/array": [dtype, [sizes]]}
 
@@ -202,6 +203,27 @@ def list_unfinished(directory: str) -> list[str]:
         UserError: If the folder cannot be listed.
     """
     return [path for path in _step_folders(directory).values() if not _has_record(path)]
+
+
+def list_lost(directory: str) -> list[str]:
+    """Returns the folders after the newest checkpoint that have lost their record, oldest first.
+
+    A process that is killed while it writes one leaves `STARTED_FILE`.
+
+    Raises:
+        UserError: If the folder cannot be listed.
+    """
+    found = {path: _has_record(path) for path in _step_folders(directory).values()}
+    newest = max((i for i, has_record in enumerate(found.values()) if has_record), default=-1)
+    return [path for path in [*found][newest + 1 :] if _has_only_arrays(path)]
+
+
+def _has_only_arrays(path: str) -> bool:
+    try:
+        names = storage.list_names(path)
+    except OSError:  # No folder, or one that another process has just deleted.
+        return False
+    return STATE_ITEM in names and STARTED_FILE not in names
 
 
 def _has_record(path: str) -> bool:

@@ -1,6 +1,7 @@
 """Reading checkpoints under any mesh: all of one, or the parameters alone."""
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -228,7 +229,8 @@ def find_checkpoints(
 ) -> dict[int, str]:
     """Returns {step: path} of the complete checkpoints that process 0 sees, oldest first.
 
-    If `step` is given, only the checkpoint of that step is returned.
+    If `step` is given, only the checkpoint of that step is returned; else a warning names those
+    after the newest whose record is lost.
 
     Raises:
         CheckpointNotFoundError: If there is none, of the step or, if required, at all.
@@ -236,13 +238,27 @@ def find_checkpoints(
     found = on_all_processes(lambda: contents.list_checkpoints(directory), directory)
     steps = gather_json(list(found))[0]
     found = {each: found.get(each, contents.step_path(directory, each)) for each in steps}
+    if step is None and found:
+        warn_lost(directory, max(found))
     if step is None and (found or not required):
         return found
     if step in found:
         return {step: found[step]}
     wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
     there = f"there are steps {', '.join(map(str, found))}." if found else "the folder has none."
-    raise CheckpointNotFoundError(f"{directory}: {wanted}; {there}")
+    lost = [os.path.basename(path) for path in contents.list_lost(directory)]
+    cure = f" {lost[-1]} lacks its {contents.RECORD_FILE}: put it back." if lost else ""
+    raise CheckpointNotFoundError(f"{directory}: {wanted}; {there}{cure}")
+
+
+def warn_lost(directory: str, newest: int) -> None:
+    """Logs a warning that names the checkpoints after the newest whose record is lost."""
+    for path in contents.list_lost(directory):
+        logger.warning(
+            "%s has no %s, and is not read: step %d is the newest checkpoint. Put the file back to "
+            "read it.",
+            *(path, contents.RECORD_FILE, newest),
+        )
 
 
 def newest_readable(

@@ -3,7 +3,7 @@
 Orbax takes paths of s3:// for paths of files, and its merge of the processes' files copies the
 whole database of keys. On an object store, a checkpoint is a "folder" step_00001000 of objects:
 
-    started            an empty object, the first
+    started            an empty object, the first; removed after the record is written
     state/a.b/...      the array of the path a/b, in Zarr's format; chunks are parts of shards
     done/0, ...        of each process that has written its shards
     record/metadata    the record; written last, and deleted first
@@ -20,13 +20,17 @@ from typing import Any
 import jax
 
 from moelib.checkpoint.arrays import array_spec
-from moelib.checkpoint.contents import RECORD_ITEM, STATE_ITEM, delete_checkpoint
+from moelib.checkpoint.contents import (
+    RECORD_ITEM,
+    STARTED_FILE,
+    STATE_ITEM,
+    delete_checkpoint,
+)
 from moelib.core import tree
 from moelib.core.errors import UserError
 from moelib.runtime import storage
 
 _CHUNK_BYTES = 256 << 20  # Largest chunk before compression; S3 takes 5 GB in one request.
-_STARTED = "started"
 _DONE = "done"  # Folder of an object per process that has written its shards.
 _SLOWEST_SECONDS = 1800.0  # Time that process 0 waits for the slowest.
 _POLL_SECONDS = 0.5
@@ -40,10 +44,9 @@ def writer_for(path: str) -> "DiskWriter | ObjectStoreWriter":
 def make_room(path: str) -> None:
     """Replaces an incomplete or damaged checkpoint at `path` by an empty folder. Raises OSError."""
     delete_checkpoint(path)
-    if storage.is_remote(path):  # Fails at once where TensorStore would try for minutes.
-        storage.write_bytes(os.path.join(path, _STARTED), b"")
-    else:
-        os.makedirs(os.path.join(path, RECORD_ITEM))
+    storage.make_folder(os.path.join(path, RECORD_ITEM))
+    # On an object store it fails at once where TensorStore would try for minutes.
+    storage.write_bytes(os.path.join(path, STARTED_FILE), b"")
 
 
 def check_url(setting: str, url: str) -> None:

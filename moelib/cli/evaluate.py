@@ -75,6 +75,7 @@ def find_steps(trainer_dir: str, wanted: str) -> list[int]:
         UsageError: If there is no such checkpoint, or the text is not a list of steps.
     """
     from moelib.checkpoint.contents import list_checkpoints
+    from moelib.checkpoint.restore import warn_lost
     from moelib.runs.folder import RunFolder
 
     folder = RunFolder(trainer_dir).checkpoints
@@ -82,6 +83,7 @@ def find_steps(trainer_dir: str, wanted: str) -> list[int]:
     if not available:
         raise UsageError(f"--trainer_dir {trainer_dir}: there is no checkpoint in {folder}.")
     if wanted == "all":
+        warn_lost(folder, available[-1])
         return available
     try:
         steps = sorted({int(step) for step in wanted.split(",")})

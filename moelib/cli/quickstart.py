@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from moelib import launch
+from moelib.core.config_text import config_origin, sub_configs
 from moelib.runs.metrics_file import read_metrics
 from moelib.runtime.command_line import flag, no_arguments
 from moelib.runtime.table import Table, print_table
@@ -44,6 +45,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     run_dir = os.path.join(flags.trainer_dir or "", "run")
     prepared = dataclasses.replace(flags, data_dir=os.path.dirname(store_dir), trainer_dir=run_dir)
     cfg = prepared.load()
+    _shorten_warmup(cfg)
     cfg.instantiate(parent=None)  # Raises errors of the config before minutes of preparation.
     train, validation = prepare_text(flags.data_dir, store_dir, flags.vocab_size)
     with flags.status_page(run_dir):
@@ -54,6 +56,17 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     _compare(_last_bits_per_byte(run_dir), train, validation)
     default_prompt = PROMPT if flags.data_dir is None else _first_words(validation)
     _sample(run_dir, flags.prompt or default_prompt)
+
+
+def _shorten_warmup(cfg: Any) -> None:
+    """Sets a warmup that `max_step` does not exceed to half of it, unless --set has set it."""
+    for path, inside in sub_configs(cfg.learner):
+        steps = dict(inside.items()).get("warmup_steps", 0)
+        if steps < cfg.max_step or inside.origin("warmup_steps").startswith("--set"):
+            continue
+        with config_origin(f"--max_step={cfg.max_step}"):
+            inside.set(warmup_steps=cfg.max_step // 2)
+        print(f"learner.{path}.warmup_steps is {inside.warmup_steps}, half of --max_step.")
 
 
 def _last_bits_per_byte(run_dir: str) -> float:

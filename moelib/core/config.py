@@ -196,10 +196,16 @@ def _checked(title: str, value: Any, annotation: Any) -> Any:
         raise type(error)(f"{title}: {error}{end}") from None
     if not config_types.fits(value, annotation):
         wanted = config_types.describe_annotation(annotation)
-        got = type(value).__qualname__
+        kinds = [config_types.without_limits(kind) for kind in config_types.options(annotation)]
+        of_the_kind = any(config_types.fits(value, kind) for kind in kinds)
+        kind = "a class" if isinstance(value, type) else type(value).__qualname__
+        got = "" if of_the_kind else f"got {kind}, "
         advice = config_types.advice(annotation)
+        if isinstance(value, type) and any(map(config_types.is_config_class, kinds)):
+            of_class = value.__qualname__ if hasattr(value, "default_config") else "a Configurable"
+            advice = f"; set the default_config() of {of_class}."
         shown = "***" if config_types.is_secret(annotation) else masked(repr(value))
-        raise InvalidConfigValueError(f"{title}={shown}: got {got}, expected {wanted}{advice}")
+        raise InvalidConfigValueError(f"{title}={shown}: {got}expected {wanted}{advice}")
     return value
 
 

@@ -489,6 +489,7 @@ def parse(
     resolve = config_types.resolve_reference
     if not trusted:
         resolve = functools.partial(trusted_code.resolve, names=names or {})
+        _check_names(text, source, resolve)
     root = _Node(f"{source}1")
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -506,6 +507,31 @@ def parse(
         return _build(root, resolve)
     except RecursionError:
         raise UserError(f"{root.origin}: the values are nested too deeply.") from None
+
+
+def _check_names(text: str, source: str, resolve: Callable[[str], Any]) -> None:
+    """Raises UntrustedNameError for the first name of a text that it may not have.
+
+    Other errors, also in lines before, are raised when the text is read.
+    """
+    for number, line in enumerate(text.splitlines(), 1):
+        with contextlib.suppress(UnknownFieldError):
+            keys, rest = split_front(line)
+            if not (name := _named(rest.removeprefix(": "))):
+                continue
+            try:
+                _at(_Node(f"{source}{number}", path=join_path(keys)), resolve, name)
+            except UserError as error:
+                if type(error) is trusted_code.UntrustedNameError:  # The module exists.
+                    raise
+
+
+def _named(text: str) -> str:
+    """Returns the name of a class, function or enum member that a line's text is; "" if none."""
+    if text in ("<list>", "<tuple>", "<dict>"):
+        return ""
+    found = re.fullmatch(r"<(.*)>|[\w.]+:[\w.<>]+", text)
+    return "" if found is None else found[1] or text
 
 
 _HEADERS = ("klass", "config_class", "fn", "cls")
@@ -558,11 +584,11 @@ def _read_line(text: str, inside: dict[Key, Any], resolve: Callable[[str], Any])
         return (list if text == "<list>" else tuple)(inside.values())
     if text == "<dict>":
         return inside
-    if text.startswith("<") and text.endswith(">"):
-        record = resolve(text[1:-1])
-        if not config_types.is_record_class(record):
-            raise ValueError(f"{text}: {record!r} is neither a dataclass nor a named tuple.")
-        return record(**inside)
-    if re.fullmatch(r"[\w.]+:[\w.<>]+", text):
-        return resolve(text)
-    return read_literal(text)
+    if not (name := _named(text)):
+        return read_literal(text)
+    value = resolve(name)
+    if name == text:
+        return value
+    if not config_types.is_record_class(value):
+        raise ValueError(f"{text}: {value!r} is neither a dataclass nor a named tuple.")
+    return value(**inside)

@@ -112,7 +112,7 @@ def evaluate_model(
     Raises:
         UserError: If an argument or a file is invalid or missing, or results would be overwritten.
     """
-    _check_what(model, tasks, corpus, output)
+    _check_what(model, tasks, corpus)
     if tasks and not lm_eval and data_dir is None:
         raise UserError("tasks need data_dir (--data_dir), the folder of the benchmarks' files.")
     max_length = model.max_length if max_length is None else max_length
@@ -138,6 +138,7 @@ def evaluate_model(
         evaluations += [
             task_evaluation(n, data_dir or "", model.tokenizer, **options) for n in tasks
         ]
+    _check_output(output)  # After the data, whose errors are those of a first attempt too.
     record = {
         "folder": model.folder,
         "max_length": max_length,
@@ -198,15 +199,19 @@ def _lm_eval_manager(tasks: Sequence[str], include_path: str | None) -> Any:
     return task_manager(tasks, include_path)
 
 
-def _check_what(
-    model: Any, tasks: Sequence[str], corpus: Sequence[str], output: str | None
-) -> None:
+def _check_what(model: Any, tasks: Sequence[str], corpus: Sequence[str]) -> None:
     """Raises UserError unless a model and, in lists, something to evaluate it on are given."""
     refuse_single_strings(tasks=tasks, corpus=corpus)
     if not tasks and not corpus:
         raise UserError("tasks and corpus are empty; set one of them to what to evaluate on.")
     if not isinstance(model, LoadedModel):
         raise UserError(f"model is {model!r}; pass a model from moelib.load_model.")
+
+
+def _check_output(output: str | None) -> None:
+    """Raises ExistingFileError if a folder has results."""
     path = "" if output is None else os.path.join(output, report.RESULTS_FILE)
     if path and on_process_0(lambda: storage.exists(path)):
-        raise ExistingFileError(f"output {output} has results already; set another folder.")
+        raise ExistingFileError(
+            f"{path} exists; set output (--output) to another folder, or remove the file."
+        )

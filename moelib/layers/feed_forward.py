@@ -5,6 +5,7 @@ from typing import ClassVar
 from jaxtyping import Array, Bool, Float
 
 from moelib.core.config import REQUIRED, Required, config_class
+from moelib.core.config_types import PositiveInt
 from moelib.core.param import ParameterSpec
 from moelib.layers.activation import Activation
 from moelib.layers.base import BaseLayer, weight_spec
@@ -21,7 +22,7 @@ class FeedForward(BaseLayer):
     @config_class
     class Config(BaseLayer.Config):
         input_dim: Required[int] = REQUIRED  # D.
-        hidden_dim: Required[int] = REQUIRED  # F.
+        hidden_dim: Required[PositiveInt] = REQUIRED  # F.
         activation: Activation = Activation.SWIGLU  # Between the two matmuls.
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:

@@ -35,8 +35,8 @@ class CausalLM(StackedModel):
 
     @config_class
     class Config(StackedModel.Config):
-        vocab_size: Required[int] = REQUIRED  # V.
-        dim: Required[int] = REQUIRED  # D.
+        vocab_size: Required[PositiveInt] = REQUIRED  # V.
+        dim: Required[PositiveInt] = REQUIRED  # D.
         embedding: Embedding.Config = Embedding.default_config()  # Vectors of the tokens.
         decoder: BaseLayer.Config = ScanStack.default_config()  # The stack of layers.
         output_norm: BaseNorm.Config = RMSNorm.default_config()  # Norm after the last layer.

@@ -54,7 +54,7 @@ def find_runs(folder: str) -> Iterator[str]:
         elif CONFIG_FILE in files or METRICS_FILE in files:
             yield path
             folders.clear()
-        elif os.path.basename(RunFolder(path).checkpoints) in folders:
+        elif os.path.basename(RunFolder(path).own_checkpoints) in folders:
             text = "%s: no run, as it has neither %s nor %s."
             logger.warning(text, path, CONFIG_FILE, METRICS_FILE)
             folders.clear()

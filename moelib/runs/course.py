@@ -8,7 +8,12 @@ from typing import Any
 import jax
 
 from moelib.checkpoint.checkpointer import Checkpointer
-from moelib.checkpoint.contents import list_checkpoints, move_checkpoint, newest_record
+from moelib.checkpoint.contents import (
+    CheckpointRecord,
+    list_checkpoints,
+    move_checkpoint,
+    newest_record,
+)
 from moelib.checkpoint.restore import find_checkpoints, on_all_processes
 from moelib.data.batches.skip_batches import SKIPPED, check_ranges, merged, parse_range
 from moelib.runs.folder import RunFolder
@@ -48,46 +53,53 @@ def requested(step: int | None, events: Iterable[Mapping[str, Any]]) -> bool:
     return step != (before[-1] if before else None)
 
 
-def rewind(
+def rewind_or_resume(
     cfg: Any,
     folder: RunFolder,
     checkpointer: Checkpointer,
     rows: range,
     mesh_shape: Mapping[str, int],
 ) -> int | None:
-    """Moves the checkpoints after `cfg.rewind_to` aside, the first time that it has this value.
+    """Checks that the checkpoint to resume from is this run's; returns its step, None without one.
 
-    All processes must call it. Returns the step if it did, whose checkpoint is then known to be
-    this run's.
+    It is the newest, or that of `cfg.rewind_to`, the first time that it has this value; later ones
+    are then moved aside. All processes must call it.
 
     Raises:
-        CheckpointNotFoundError: If there is no checkpoint of the step.
+        CheckpointNotFoundError: If there is no checkpoint of the step to rewind to.
         TrainerDirConflictError: If it is not this run's.
         UserError: If its position in the data is past the batches to skip.
     """
     step, course = cfg.rewind_to, course_of(folder)
-    if not requested(step, course):
-        if step is not None:
-            logger.warning(
-                "rewind_to=%d: the last start rewound the run already, and this one resumes it. To "
-                "rewind it again, start it once without rewind_to.",
-                step,
-            )
-        return None
-    moved = None
-    if step is not None:
-        record = agreed(lambda: newest_record(checkpointer.dir, step))
-        agreed(lambda: check_directory(cfg, folder, record, mesh=mesh_shape))
-        if record is not None and record.input:
+    is_new = requested(step, course)
+    if step is not None and not is_new:
+        logger.warning(
+            "rewind_to=%d: the last start rewound the run already, and this one resumes it. To "
+            "rewind it again, start it once without rewind_to.",
+            step,
+        )
+    rewinds = step is not None and is_new
+
+    def check() -> CheckpointRecord | None:
+        if not rewinds and checkpointer.latest_step() is None:
+            return None
+        record = newest_record(checkpointer.dir, step if rewinds else None)
+        check_directory(cfg, folder, record, mesh=mesh_shape)
+        if rewinds and record is not None and record.input:
             state = input_state_of(record.input, rows) or {}
             check_ranges(ranges_to_skip(cfg, course, state), state)
+        return record
+
+    record, moved = agreed(check), None
+    if rewinds:
         moved = set_aside(checkpointer.dir, step)
         if moved is not None:
             logger.warning("rewind_to=%d: later checkpoints are in %s now.", step, moved)
         if checkpointer.local is not None:
             checkpointer.local.delete_after(step)
-    on_process_0(lambda: folder.log(REWIND_TO, step=step, moved_to=moved))
-    return step
+    if is_new:
+        on_process_0(lambda: folder.log(REWIND_TO, step=step, moved_to=moved))
+    return None if record is None else record.step
 
 
 def set_aside(folder: str, step: int) -> str | None:

@@ -5,6 +5,7 @@ metrics, which are dropped after the step from which a run resumes.
 """
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -41,14 +42,29 @@ class RunFolder:
 
     Attributes:
         path: The folder itself, as a path or a URL.
-        checkpoints: Folder of the checkpoints, unless the config names another.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Reads nothing yet."""
         self.path = os.fspath(path)
-        self.checkpoints = self.file("checkpoints")
         self._events: list[Event] | None = None
+
+    @property
+    def own_checkpoints(self) -> str:
+        """The folder of the checkpoints of a run whose `checkpointer.dir` is unset."""
+        return self.file("checkpoints")
+
+    @functools.cached_property
+    def checkpoints(self) -> str:
+        """The folder of the run's checkpoints, which run.json names if it is elsewhere."""
+        try:
+            elsewhere = read_json(self.file(_RUN_FILE)).get("checkpoints")
+        except UserError as error:
+            logger.warning("%s Checkpoints are read from %s.", error, self.own_checkpoints)
+            elsewhere = None
+        if not isinstance(elsewhere, str):
+            return self.own_checkpoints
+        return elsewhere if storage.is_remote(elsewhere) else self.file(elsewhere)
 
     def file(self, name: str) -> str:
         """Returns the path of a file in the folder."""
@@ -129,7 +145,7 @@ class RunFolder:
         return (written, f"{path}:") if written else ("", "")
 
     def write_config(self, cfg: Any) -> None:
-        """Writes config.txt, and run.json with the folders that modules are imported from.
+        """Writes config.txt, and run.json: folders of modules, and of checkpoints elsewhere.
 
         The config may name layers of the user's modules; Python's own folders are not listed.
         """
@@ -139,7 +155,13 @@ class RunFolder:
         python = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
         dirs = dict.fromkeys(os.path.abspath(x) for x in sys.path if os.path.isdir(x or "."))
         own = [path for path in dirs if not path.startswith(python)]
-        write_json(self.file(_RUN_FILE), {"module_dirs": own})
+        values: dict[str, Any] = {"module_dirs": own}
+        checkpointer = dict(cfg.items()).get("checkpointer")
+        folder = None if checkpointer is None else dict(checkpointer.items())["dir"]
+        if isinstance(folder, str):  # Else it is unset.
+            inside = os.path.join(storage.absolute(self.path), "")  # A run can be moved.
+            values["checkpoints"] = storage.absolute(folder).removeprefix(inside)
+        write_json(self.file(_RUN_FILE), values)
 
     def module_dirs(self) -> list[str]:
         """Returns the folders of modules in run.json; none without the file."""
@@ -153,7 +175,8 @@ class RunFolder:
         """Locks the folder and, if they are elsewhere, that of the checkpoints, for the body.
 
         Yields functions that raise UserError if a folder was moved, or its lock removed; none of
-        them is left after the body.
+        them is left after the body. A UserError of the body leaves nothing in a folder that had
+        nothing before.
 
         Raises:
             DirectoryInUseError: If another process has locked one.
@@ -170,8 +193,23 @@ class RunFolder:
         with contextlib.ExitStack() as stack:
             stack.callback(checks.clear)
             for setting, folder in folders.items():
+                is_new = not storage.is_remote(folder) and not os.path.exists(folder)
                 checks.append(stack.enter_context(directory_lock(folder, setting=setting)))
+                stack.push(functools.partial(_clear_refused, folder, is_new))
             yield checks
+
+
+def _clear_refused(folder: str, is_new: bool, kind: type | None, *_: object) -> None:
+    """Removes the lock and the events of a run that a UserError ended before it wrote a config."""
+    if kind is None or not issubclass(kind, UserError):
+        return
+    with contextlib.suppress(OSError):
+        names = storage.list_names(folder)
+        if all(name == EVENTS_FILE or name.startswith(LOCK_FILE) for name in names):
+            for name in (EVENTS_FILE, LOCK_FILE):
+                storage.remove(os.path.join(folder, name))
+            if is_new:
+                os.rmdir(folder)
 
 
 def _event_of(line: str) -> Event | None:

@@ -5,7 +5,7 @@ import json
 import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -29,8 +29,9 @@ _MOST_LINES = 10  # Lines of changes that are printed; all are events.
 # Moments in 8 bits, which other formats cannot read.
 _MOMENT, _OF_ITS_OWN = r"learner\b.*\b(first|second)_moment", "EIGHT_BIT"
 
-# Effects of a setting that differs when a run resumes. "config" and the other names of
-# `accept_changes` must be accepted, since all further steps differ.
+# Effects of a setting that differs when a run resumes. Those of `AcceptedChange` must be named in
+# `accept_changes`, since all further steps differ; "tokenizer" is a change of the data.
+AcceptedChange = Literal["schedule", "train_dtype", "accumulation", "config", "tokenizer"]
 LOGGED = "logged"  # An event, and a line.
 FREE = "free"  # Reported elsewhere, or without an effect on what the run does.
 
@@ -127,18 +128,20 @@ def _check_equal(values: Mapping[str, Any], cure: str) -> None:
 def warn_other_file(
     folder: RunFolder,
     record: CheckpointRecord,
-    recorded: str,
     cfg: Any,
     names: Mapping[str, Any] | None = None,
+    *,
+    replaced: bool = False,
 ) -> None:
-    """Reports a config.txt with other numbers than the config of the record.
+    """Reports a config.txt with settings that are neither those of the record nor those used.
 
     Args:
         folder: Folder of the run.
         record: The record.
-        recorded: Text of the config of the record, with the fields of today.
-        cfg: Config of a trainer of the same class.
-        names: Classes and functions that the config may name, as in `parse`.
+        cfg: Config that is used.
+        names: Classes and functions that the file may name, as in `parse`.
+        replaced: Whether the file is replaced by `cfg`, so that all of its lines count; else those
+            that determine the numbers of the run.
 
     Raises:
         UntrustedNameError: If config.txt names code that it may not name.
@@ -152,14 +155,21 @@ def warn_other_file(
     except UserError as error:
         logger.warning("%s The config of step %d is used.", error, record.step)
         return
-    there = identity(_as_today(written, f"{path}:", names), cfg)
-    here = identity(recorded, cfg)
-    if first := next(iter(_different(there, here)), None):
-        logger.warning(
-            "%s is not the config of step %d, which is used instead: %.200s is %s in the file, "
-            "and %s in the checkpoint.",
-            *(path, record.step, first, *_pair_of(first, there, here)),
-        )
+    texts = (_as_today(written, f"{path}:", names), record.config, cfg.debug_string())
+    there, was, here = (text_lines(text) if replaced else identity(text, cfg) for text in texts)
+    differ = [x for x in _different(there, here) if there.get(x) != was.get(x)]
+    if not differ:
+        return
+    pairs = [(x, *_pair_of(x, there, here)) for x in differ[:_MOST_LINES]]
+    found = [f"{x:.200} is {in_file} in the file, and {used} here" for x, in_file, used in pairs]
+    if (more := len(differ) - _MOST_LINES) > 0:
+        found.append(f"{more} more lines differ")
+    logger.warning(
+        "%s is not the config of step %d, and is %s: %s.",
+        *(path, record.step),
+        "replaced by that of this start; change fields by --set" if replaced else "not used",
+        "; ".join(found),
+    )
 
 
 def _as_today(text: str, source: str, names: Mapping[str, Any] | None) -> str:
@@ -211,7 +221,7 @@ def check_directory(
     names = dict(named(line) for line in lines(cfg))  # The user's own config names them.
     saved = _as_today(text, source, names)
     if record is not None:
-        warn_other_file(folder, record, saved, cfg, names)
+        warn_other_file(folder, record, cfg, names, replaced=True)
     before, now = text_lines(saved), text_lines(cfg.debug_string())
     operational, is_moved = _operational(cfg), _is_moved(cfg)
     changes: list[Change] = []

@@ -293,7 +293,7 @@ def _read_config(
         ) from None
     if record is not None and not skip_checksums:
         if cfg is not None:
-            identity.warn_other_file(run, record, cfg.debug_string(), cfg)
+            identity.warn_other_file(run, record, cfg)
         source, cure = f"the record of step {record.step}", "restore it, or pass --skip_checksums"
         for name, digest in record.files.items():
             check_sum(os.path.join(folder, name), digest, source, cure=cure)

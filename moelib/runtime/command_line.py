@@ -241,7 +241,8 @@ def one_line(error: UserError | OSError) -> str:
         file = error.filename2 or error.filename or "A file"  # The target of a copy, or the file.
         text = masked(f"{file}: {error.strerror} ({TRACEBACK} shows more)")
         return text if error.errno in _OF_THE_SYSTEM else ""
-    message = cut(" ".join(str(error).split()), 2000)
+    text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    message = cut(" ".join(text.split()), 2000)
     if isinstance(error, UsageError):
         return message
     frames = traceback.extract_tb(error.__traceback__)

@@ -321,9 +321,9 @@ def user_cache_dir(name: str) -> str:
 class GrowingObject(io.RawIOBase):
     """An object that grows: held in memory, and uploaded as a whole by a thread.
 
-    A write starts an upload if the last one began a minute ago, `flush_soon` at once. A failure is
-    raised by the next write, and closing uploads the rest: a process that is killed loses what it
-    wrote since the last upload.
+    A write starts an upload if the last one began a minute ago, `flush_soon` once that has ended. A
+    failure is raised by the next write, and closing uploads the rest: a process that is killed
+    loses what it wrote since the last upload.
     """
 
     def __init__(self, path: str) -> None:
@@ -333,8 +333,9 @@ class GrowingObject(io.RawIOBase):
             self._data += read_bytes(path)
         self._num_uploaded = len(self._data)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "upload")
-        self._upload: concurrent.futures.Future[float] | None = None
-        self._next = time.monotonic() + _UPLOAD_SECONDS
+        # The upload that runs, and the next.
+        self._uploads: list[concurrent.futures.Future[None]] = []
+        self._next = time.monotonic() + _UPLOAD_SECONDS  # Time from which a write starts one.
 
     def writable(self) -> bool:
         """Returns True."""
@@ -343,28 +344,30 @@ class GrowingObject(io.RawIOBase):
     def write(self, data: Any) -> int:
         """Appends bytes; returns their number."""
         self._data += data
-        if time.monotonic() >= self._next:
+        if not self._unfinished() and time.monotonic() >= self._next:
             self.flush_soon()
         return len(data)
 
     def flush_soon(self) -> None:
-        """Starts an upload, unless one runs. Raises OSError if the one before failed."""
-        if self._upload is not None:
-            if not self._upload.done():
-                return
-            done, self._upload = self._upload, None
-            self._next = time.monotonic() + _UPLOAD_SECONDS
-            self._next = max(self._next, time.monotonic() + done.result() / _UPLOAD_SHARE)
-        if self._num_uploaded < len(self._data):
-            self._upload = self._thread.submit(self._put, bytes(self._data))
-            self._next = time.monotonic() + _UPLOAD_SECONDS
+        """Starts an upload, after the one that runs. Raises OSError if one before failed."""
+        # One that waits uploads what is there when it begins.
+        if self._unfinished() < 2 and self._num_uploaded < len(self._data):
+            self._uploads.append(self._thread.submit(self._put))
 
-    def _put(self, data: bytes) -> float:
-        """Uploads the content; returns the seconds that it takes."""
-        begin = time.monotonic()
+    def _unfinished(self) -> int:
+        """Returns the number of uploads that run or wait. Raises OSError if one before failed."""
+        while self._uploads and self._uploads[0].done():
+            self._uploads.pop(0).result()
+        return len(self._uploads)
+
+    def _put(self) -> None:
+        """Uploads the content."""
+        begin, data = time.monotonic(), bytes(self._data)
+        self._next = begin + _UPLOAD_SECONDS
         write_bytes(self._path, data)
         self._num_uploaded = len(data)
-        return time.monotonic() - begin
+        end = time.monotonic()
+        self._next = max(self._next, end + (end - begin) / _UPLOAD_SHARE)
 
     def close(self) -> None:
         """Uploads the rest, and waits for it. Raises OSError."""
@@ -373,4 +376,4 @@ class GrowingObject(io.RawIOBase):
         super().close()
         self._thread.shutdown()
         if self._num_uploaded < len(self._data):
-            self._put(bytes(self._data))
+            self._put()

@@ -32,6 +32,7 @@ from moelib.parallel import sharding
 from moelib.parallel.mesh import MESH_AXIS_NAMES, create_device_mesh, parse_mesh
 from moelib.parallel.sharding import abstract_arrays
 from moelib.runs.folder import RunFolder
+from moelib.runs.identity import AcceptedChange
 from moelib.tasks.evaler import ExampleEvaler
 from moelib.tasks.input import TaskInput
 from moelib.tasks.task import Task
@@ -58,7 +59,7 @@ def task_trainer_config(
     mesh: str = "data=-1",
     params: Any = None,
     seed: int = 0,
-    accept_changes: Sequence[str] | None = None,
+    accept_changes: Sequence[AcceptedChange] | None = None,
 ) -> SpmdTrainer.Config:
     """Returns the config of a run of a task, whose fields may be changed before it is trained.
 

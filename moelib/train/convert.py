@@ -71,7 +71,7 @@ def from_hugging_face(
         ignore_settings=ignored,
         multi_token_prediction=multi_token_prediction,
     )
-    writer = Checkpointer.default_config().set(dir=run.checkpoints).instantiate(parent=None)
+    writer = Checkpointer.default_config().set(dir=run.own_checkpoints).instantiate(parent=None)
     copy_files(folder, to)
     text = SpmdTrainer.default_config().set(model=loaded.cfg).debug_string()
     files = file_sums(to, FILES)
@@ -81,7 +81,7 @@ def from_hugging_face(
     if writer.last_error is not None:
         error = writer.last_error
         raise CheckpointSaveError(
-            f"{run.checkpoints} cannot be written: {first_line(error)}"
+            f"{run.own_checkpoints} cannot be written: {first_line(error)}"
         ) from error
     with atomic_file(path) as file:
         file.write(text)

@@ -4,12 +4,12 @@ import logging
 import math
 from collections.abc import Mapping
 
+from moelib.checkpoint.contents import CheckpointRecord
 from moelib.core.config import did_you_mean
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.data.batches.input import changes
 from moelib.train.evaler import SpmdEvaler
-from moelib.train.trained import Trained
 from moelib.train.watcher import Run
 
 logger = logging.getLogger(__name__)
@@ -22,15 +22,26 @@ class Evaluations:
         latest: Latest metrics of each evaler, by its name.
     """
 
-    def __init__(self, trainer: Trained) -> None:
-        """Takes the trainer, in the state of the first step."""
-        saver, restored = trainer.saver, trainer.restored
-        self._evalers: Mapping[str, SpmdEvaler] = trainer.evalers
-        self._record = restored.record if restored else None
-        self._best_metric: str = (saver.config.best_metric or "") if saver else ""
-        self._weight = "num_tokens" if trainer.model.is_language_model else "weight"
+    def __init__(
+        self,
+        evalers: Mapping[str, SpmdEvaler],
+        record: CheckpointRecord | None,
+        *,
+        best_metric: str | None,
+        weight: str,
+    ) -> None:
+        """Continues after a checkpoint.
+
+        Args:
+            evalers: Evalers by name.
+            record: Record of the checkpoint; None for a run from its beginning.
+            best_metric: Metric, "<evaler>/<metric>", whose best checkpoint is kept.
+            weight: Metric that is the weight of an evaluation.
+        """
+        self._evalers, self._record = evalers, record
+        self._best_metric, self._weight = best_metric or "", weight
         self.latest: dict[str, Scalars] = {}
-        for path, value in (self._record.metrics if self._record else {}).items():
+        for path, value in ({} if record is None else record.metrics).items():
             name, _, metric = path.partition("/")
             self.latest.setdefault(name, {})[metric] = value
 

@@ -28,7 +28,7 @@ from moelib.runtime.processes import on_process_0
 from moelib.train.state import TrainerState, restart_learner
 
 
-class Start(NamedTuple):
+class Initial(NamedTuple):
     """State of a run before its first step."""
 
     state: TrainerState
@@ -77,7 +77,7 @@ class InitFrom(Configurable):
             folder, at = self.config.run, ""
         return storage.absolute(folder), at
 
-    def start(self, state: TrainerState, model: Any, learner: Any, *, step: int | None) -> Start:
+    def start(self, state: TrainerState, model: Any, learner: Any, *, step: int | None) -> Initial:
         """Returns the start of a run in place of its initial state, whose arrays are deleted.
 
         `step` is that of an earlier call for the same run, which is then read again.
@@ -99,7 +99,7 @@ class InitFrom(Configurable):
             if at or cfg.rules or cfg.state == "all":
                 raise UserError(f"init_from.run={cfg.run!r} is no run; set it alone.")
             params = pretrained.replaced_parameters(state.model, folder, model, cfg.ignore_settings)
-            return Start(restart_learner(state._replace(model=params), learner), None, origin)
+            return Initial(restart_learner(state._replace(model=params), learner), None, origin)
         if step is None:
             found = find_checkpoints(checkpoints, int(at) if at.isdigit() else None, required=True)
             step = origin["step"] = max(found) if at != "best" else _best(checkpoints, max(found))
@@ -108,10 +108,10 @@ class InitFrom(Configurable):
             target = _targets(state)
             jax.tree.map(lambda x: x.delete(), state)
             restored = restore_checkpoint(path, target)
-            return Start(restored.state, restored.record.input, origin)
+            return Initial(restored.state, restored.record.input, origin)
         record = on_all_processes(functools.partial(CheckpointRecord.read, path), path)
         params = self._parameters(state.model, record, checkpoints)
-        return Start(restart_learner(state._replace(model=params), learner), None, origin)
+        return Initial(restart_learner(state._replace(model=params), learner), None, origin)
 
     def _parameters(self, initial: Nested, record: CheckpointRecord, checkpoints: str) -> Nested:
         own, run = tree.by_path(initial), self.config.run

@@ -4,11 +4,11 @@ import collections
 import logging
 
 from moelib.core.metrics import Scalars
+from moelib.runs.summary_writer import SummaryWriter
 from moelib.runtime.progress import Progress
 from moelib.train import report
 from moelib.train.metrics import NON_FINITE, language_metrics
 from moelib.train.throughput import Throughput
-from moelib.train.trained import Trained
 
 logger = logging.getLogger(__name__)
 
@@ -17,40 +17,50 @@ class LogInterval:
     """The last steps of a run, as many as there are between two log lines.
 
     Attributes:
-        throughput: Rates of the run, and the time spent on each kind of work.
         last: Metrics of the last step that was checked.
         memory: Peak memory of a device, as `device_memory_gb`, if it is known.
     """
 
-    def __init__(self, trainer: Trained, progress: Progress) -> None:
-        """Takes the trainer, and the progress line that shows the metrics."""
-        cfg, self._progress, self._writer = trainer.config, progress, trainer.summary_writer
-        self._is_language_model = trainer.model.is_language_model
-        self._num_slots = cfg.input.global_batch_size * cfg.input.seq_len
-        self.throughput = Throughput(
-            trainer.flops_per_token(),
-            list(trainer.mesh().devices.flat),
-            cfg.train_dtype or "float32",
-            "tokens" if self._is_language_model else "examples",
-        )
+    def __init__(
+        self,
+        throughput: Throughput,
+        progress: Progress,
+        writer: SummaryWriter,
+        *,
+        num_steps: int,
+        num_slots: int,
+        is_language_model: bool,
+    ) -> None:
+        """Starts without a step.
+
+        Args:
+            throughput: Rates of the run.
+            progress: Progress line that shows the metrics.
+            writer: Writer of the metrics.
+            num_steps: Steps between two log lines.
+            num_slots: Positions of a batch, padding included.
+            is_language_model: Whether the rates are of tokens, not of examples.
+        """
+        self._throughput, self._progress, self._writer = throughput, progress, writer
+        self._num_slots, self._is_language_model = num_slots, is_language_model
         self.last: Scalars = {}
         self.memory: Scalars = {}
         # (number of tokens, loss, cross-entropy) of each step.
         self._losses: collections.deque[tuple[float, float, float]] = collections.deque(
-            maxlen=cfg.log_every_n_steps
+            maxlen=num_steps
         )
 
     def step_done(self, scalars: Scalars) -> None:
         """Counts a step, given its metrics."""
         self.last, weight = scalars, scalars["num_tokens"]
         counted = weight if self._is_language_model else self._num_slots
-        self.throughput.step_done(counted, self._num_slots)
+        self._throughput.step_done(counted, self._num_slots)
         cross_entropy = scalars.get("cross_entropy", scalars["loss"])
         self._losses.append((weight, scalars["loss"], cross_entropy))
 
     def log(self, step: int, scalars: Scalars, of_checkpoints: Scalars) -> None:
         """Writes and shows the metrics of a step, and the rates since the last call."""
-        rates = self.throughput.report()
+        rates = self._throughput.report()
         self.memory = {k: x for k, x in rates.items() if k == "device_memory_gb"}
         logged = {name: value for name, value in scalars.items() if name != NON_FINITE}
         logged |= rates | of_checkpoints

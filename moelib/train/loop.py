@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,12 +18,8 @@ import jax
 from moelib.checkpoint.checkpointer import CheckpointSaveError
 from moelib.core.errors import UserError, first_line
 from moelib.core.metrics import Scalars
-from moelib.data.batches.input import BatchIterator
-from moelib.data.batches.prefetch import Prefetcher, host_rows, put_batch
-from moelib.data.batches.skip_batches import SKIPPED, SkippingBatches
-from moelib.runs.identity import check_inputs
+from moelib.data.batches.prefetch import Prefetcher
 from moelib.runtime.distributed import describe_processes
-from moelib.runtime.processes import agreed, on_process_0
 from moelib.runtime.progress import Progress
 from moelib.runtime.table import Table, print_table
 from moelib.train import report
@@ -32,8 +28,10 @@ from moelib.train.failures import non_finite_error
 from moelib.train.interval import LogInterval
 from moelib.train.metrics import NON_FINITE, PackedMetrics, unpack
 from moelib.train.signals import StopRequest, ended_by_sigterm
+from moelib.train.start import Point, Start
+from moelib.train.throughput import Throughput
 from moelib.train.trained import Trained
-from moelib.train.watcher import Activity, Watcher
+from moelib.train.watcher import Activity, GoBack, Run, Watcher, add_path, named_in_errors
 
 logger = logging.getLogger(__name__)
 
@@ -42,47 +40,53 @@ class _WorkStopped(Exception):  # noqa: N818 (not an error)
     """Work between steps, such as an evaluation, was ended by a request to stop."""
 
 
-class TrainLoop:
-    """One start of a trainer, from its current state to the end, inside `jax.set_mesh`.
+class TrainLoop(Run):
+    """One start of a trainer, from its current state to the end, inside `jax.set_mesh`."""
 
-    It is the `Run` of the trainer's watchers.
-    """
-
-    def __init__(
-        self, trainer: Trained, skip_ranges: Sequence[Sequence[int]] = (), *, stop: StopRequest
-    ) -> None:
-        """Takes the trainer, the ranges of batches that are skipped, and the request to stop."""
-        self._trainer, self._skip_ranges, self._stop = trainer, skip_ranges, stop
+    def __init__(self, trainer: Trained, start: Start, *, stop: StopRequest) -> None:
+        """Takes the trainer, the facts of its state, and the request to stop."""
+        self._trainer, self.start, self._stop = trainer, start, stop
         self.config = cfg = trainer.config
         self.folder = trainer.folder
-        self.model, self.mesh = trainer.model, trainer.mesh()
-        self.description = "\n".join([*describe_processes(self.mesh), trainer.describe()])
-        self.began, self.restore_seconds = trainer.began, trainer.restore_seconds
-        self.compile_seconds = 0.0
-        self.start_step = self.step = trainer.step
-        self.restored = trainer.restored
+        self.model, self.mesh = model, mesh = trainer.model, trainer.mesh()
         self.checkpointer, self._summary_writer = trainer.saver, trainer.summary_writer
         self.metrics_path = trainer.summary_writer.config.jsonl_path
         self._watchers = list(trainer.watchers.values())
         self._progress = Progress(
-            "step", cfg.max_step, start=self.start_step, enabled=jax.process_index() == 0
+            "step", cfg.max_step, start=start.step, enabled=jax.process_index() == 0
         )
-        self._interval = LogInterval(trainer, self._progress)
-        self._throughput = self._interval.throughput
-        self._evaluations = Evaluations(trainer)
+        self._throughput = Throughput(
+            model.flops_per_token(seq_len=cfg.input.seq_len),
+            list(mesh.devices.flat),
+            cfg.train_dtype or "float32",
+            "tokens" if model.is_language_model else "examples",
+        )
+        self._interval = LogInterval(
+            self._throughput,
+            self._progress,
+            self._summary_writer,
+            num_steps=cfg.log_every_n_steps,
+            num_slots=cfg.input.global_batch_size * cfg.input.seq_len,
+            is_language_model=model.is_language_model,
+        )
+        self._evaluations = Evaluations(
+            trainer.evalers,
+            start.record,
+            best_metric=None if trainer.saver is None else trainer.saver.config.best_metric,
+            weight="num_tokens" if model.is_language_model else "weight",
+        )
         self.evaluations = self._evaluations.latest
         self._summaries: Scalars = {}  # Metrics of the evaluations after the current step.
         self.stopped_by: str | None = None
         self.error: BaseException | None = None
         self.activity = Activity()
-        # Dispatched, not yet checked: step, metrics, position of its batch.
-        self._pending: tuple[int, PackedMetrics, int | None] | None = None
-        self.position: int | None = None
-        self._next_position: int | None = (trainer.input_state or {"step": 0}).get("step")
-        self._saved_position = self._next_position  # Position of the newest checkpoint.
+        self.compile_seconds = 0.0
+        self._reached = start.point  # After the step that was dispatched last.
+        self._pending: PackedMetrics | None = None  # Metrics of that step, until it is checked.
+        self._kept = start.point  # Of the newest checkpoint, or of the first state.
         self._can_skip = False
         # Step of the newest durable checkpoint of this start.
-        self._saved_step = self.start_step if self._is_saved() else None
+        self._saved_step = start.step if self._is_saved() else None
         self._blocking_seconds = 0.0  # Time of the last save.
         self._skipped_save = False  # Whether the last checkpoint was not written: not finite.
         for watcher in self._watchers:
@@ -91,9 +95,20 @@ class TrainLoop:
     # What watchers use.
 
     @property
+    def step(self) -> int:
+        """Steps dispatched, those of earlier starts included."""
+        return self._reached.step
+
+    @property
+    def position(self) -> int | None:
+        """Position in the data of the last step's batch; None if the input has no positions."""
+        # Of an input that skips, the position before a batch is not that after the one before.
+        return None if self._reached.position is None else self._reached.position - 1
+
+    @property
     def first_to_skip(self) -> int | None:
         """First position in the data that may be skipped; None if the input cannot skip."""
-        return self._saved_position if self._can_skip else None
+        return self._kept.position if self._can_skip else None
 
     def state(self) -> Any:
         """Returns the state after the steps dispatched."""
@@ -107,21 +122,9 @@ class TrainLoop:
         """Returns the seconds of this start by `throughput.PARTS`, without the first step's."""
         return self._throughput.seconds()
 
-    def is_logged(self, step: int) -> bool:
-        """Returns whether the metrics of a step are logged if nothing is wrong with it."""
-        return step % self.config.log_every_n_steps == 0 or step == self.config.max_step
-
     def spent_on(self, part: str) -> contextlib.AbstractContextManager[None]:
         """Counts the time of a block for one of `throughput.PARTS`."""
         return self._throughput.spent_on(part)
-
-    def stop(self, reason: str) -> None:
-        """Ends the run after the current step, with a checkpoint."""
-        self.stopped_by = reason
-
-    def note(self, event: str, **fields: Any) -> None:
-        """Appends an event to the run's log."""
-        self.folder.note(event, **fields)
 
     def print(self, line: str) -> None:
         """Prints a line above the progress bar."""
@@ -148,22 +151,24 @@ class TrainLoop:
             stack.enter_context(self._stop)
             stack.enter_context(self._progress)
             stack.callback(self._throughput.stop)  # Closing files is not the time of a step.
-            self.print(self.description)
+            for line in (*describe_processes(self.mesh), self._trainer.describe()):
+                self.print(line)
             for watcher in self._watchers:
-                watching.callback(watcher.ended)
-                with contextlib.suppress(_WorkStopped):
+                watching.callback(self._end_watcher, watcher)
+                with contextlib.suppress(_WorkStopped), named_in_errors(watcher):
                     watcher.started()
             self._summary_writer.resume(self.step)
             self._summary_writer.write_text(self.step, "config", self.config.debug_string())
-            if self.restored is not None:
-                folder = os.path.dirname(self.restored.path)
-                self.print(f"restored step {self.step} from {folder}")
-                self._evaluate(done=self.restored.record.metrics)  # The stopped run had no time.
+            if (restored := self.start.restored) is not None:
+                self.print(f"restored step {self.step} from {os.path.dirname(restored.path)}")
+                self._evaluate(done=restored.record.metrics)  # The stopped run had no time.
             if self._stop_requested():
                 pass
             elif self.step < self.config.max_step:
                 self._evaluations.open(self)
-                self._take_steps(stack.enter_context(self._open_input()))
+                feed = stack.enter_context(self._trainer.open_input(self.start))
+                self._can_skip = feed.can_seek
+                self._take_steps(feed)
                 self.wait()  # Before the input is closed: the last step may be bad too.
             else:
                 self.print(f"max_step={self.config.max_step} is reached; no step is left")
@@ -180,40 +185,11 @@ class TrainLoop:
 
     def _is_saved(self) -> bool:
         """Returns whether the first state is that of a durable checkpoint."""
-        saver, restored = self.checkpointer, self.restored
+        saver, restored = self.checkpointer, self.start.restored
         return saver is not None and restored is not None and not saver.is_local(restored.path)
 
     def _keep_error(self, _: object, error: BaseException | None, __: object) -> None:
         self.error = error
-
-    def _open_input(self) -> Prefetcher[Any]:
-        """Returns the training batches, from the position of the state."""
-        cfg, trainer, ranges = self.config, self._trainer, self._skip_ranges
-        sharding, batch_size = trainer.batch_sharding, cfg.input.global_batch_size
-        position = trainer.input_state
-
-        opened = agreed(lambda: trainer.input)
-        check_inputs("input", opened)
-
-        def read() -> BatchIterator:
-            batches = opened.iterator(host_rows(sharding, batch_size))
-            self._can_skip = batches.can_seek
-            if ranges:
-                batches = SkippingBatches(batches, ranges)
-            if position is not None:
-                batches.restore(position)
-            return batches
-
-        batches = agreed(read)
-        if ranges != (position or {}).get(SKIPPED, ranges[:0]):
-            self.note("skipped_ranges", step=self.step, ranges=ranges)
-        on_process_0(trainer.save_tokenizer)
-        return Prefetcher(
-            batches,
-            lambda batch: put_batch(batch, sharding, batch_size),
-            num_batches=0 if opened.reads_parameters else 2,
-            num_retries=cfg.input_retries,
-        )
 
     def _take_steps(self, feed: Prefetcher[Any]) -> None:
         first = self._next_batch(feed)
@@ -225,7 +201,7 @@ class TrainLoop:
         self.compile_seconds = time.perf_counter() - begin
         self.print(f"first step, compilation included: {self.compile_seconds:.1f} s")
         self._throughput.restart()  # Rates do not include the compilation.
-        while not self._after_step() and self.step < self.config.max_step:
+        while not self._after_step() and self._reached.step < self.config.max_step:
             batch = self._next_batch(feed)
             if batch is None:
                 return
@@ -243,23 +219,21 @@ class TrainLoop:
 
     def _take_step(self, batch: Any, feed: Prefetcher[Any]) -> None:
         """Dispatches a step, and checks the one before while it runs."""
-        with jax.profiler.StepTraceAnnotation("train", step_num=self.step + 1):
+        step = self._reached.step + 1
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
             packed = self._trainer.run_step(batch, input_state=feed.state())
         if self._pending is None:  # The first step, which is compiled: its collectives may hang.
-            self.activity.beat(self.step)
+            self.activity.beat(step - 1)
         self.wait()
-        self.step += 1
-        # Of an input that skips, the position before a batch is not that after the one before.
-        self._next_position = feed.state().get("step")
-        position = None if self._next_position is None else self._next_position - 1
-        self._pending, self._summaries = (self.step, packed, position), {}
+        self._reached = Point(step, feed.state().get("step"))
+        self._pending, self._summaries = packed, {}
 
     def wait(self) -> None:
         """Waits for the last dispatched step, if it has not been checked yet, and checks it."""
         if self._pending is None:
             return
-        (step, packed, self.position), self._pending = self._pending, None
-        scalars = unpack(packed)
+        packed, self._pending = self._pending, None
+        step, scalars = self._reached.step, unpack(packed)
         self.activity.beat(step)
         if math.isnan(scalars["num_tokens"]):
             raise UserError(
@@ -269,7 +243,12 @@ class TrainLoop:
         self._interval.step_done(scalars)
         try:
             for watcher in self._watchers:
-                if (added := watcher.step_done(step, scalars)) is not scalars:
+                try:  # As `named_in_errors`, without its calls in each step.
+                    added = watcher.step_done(step, scalars)
+                except Exception as error:
+                    add_path(error, watcher)
+                    raise
+                if added is not scalars:
                     scalars = _checked(watcher, added, scalars)
             if scalars[NON_FINITE] and self.config.stop_on_nan:
                 jax.block_until_ready(self.state())  # Else its collectives meet those of the error.
@@ -295,16 +274,21 @@ class TrainLoop:
         A request to stop is served before an evaluation, or between two of its batches; the resumed
         run then makes up for it.
         """
+        step = self._reached.step
         with contextlib.suppress(_WorkStopped):
             for watcher in self._watchers:
-                watcher.between_steps(self.step)
+                try:
+                    watcher.between_steps(step)
+                except Exception as error:
+                    add_path(error, watcher)
+                    raise
         if self._stop_requested():
             return True
         summaries = self._evaluate()
         saver = self.checkpointer
-        if saver is not None and saver.should_save(step=self.step, summaries=summaries):
+        if saver is not None and saver.should_save(step=step, summaries=summaries):
             self._save(summaries)
-        elif saver is not None and saver.should_save_locally(step=self.step):
+        elif saver is not None and saver.should_save_locally(step=step):
             self._save(summaries, local=True)
         return self._stop_requested()
 
@@ -324,7 +308,8 @@ class TrainLoop:
 
         `done` holds the metrics of the evalers that have run at this step already.
         """
-        step, due = self.step, self._evaluations.due(self.step, done or {})
+        step = self._reached.step
+        due = self._evaluations.due(step, done or {})
         if not due:
             return {}
         self.wait()
@@ -342,7 +327,7 @@ class TrainLoop:
                 self.print(f"step {step}  {name}: {report.evaluation_text(scalars)}")
         self._summaries = found
         for watcher in self._watchers if found else ():
-            with contextlib.suppress(_WorkStopped):
+            with contextlib.suppress(_WorkStopped), named_in_errors(watcher):
                 watcher.evaluated(step, found)
         return found
 
@@ -356,7 +341,7 @@ class TrainLoop:
             return
         if not local:
             for watcher in self._watchers:
-                with contextlib.suppress(_WorkStopped):
+                with contextlib.suppress(_WorkStopped), named_in_errors(watcher):
                     watcher.before_save(step)
             self._evaluations.check_best_metric(summaries)
         begin = time.perf_counter()
@@ -365,7 +350,7 @@ class TrainLoop:
         self._blocking_seconds = time.perf_counter() - begin
         if not local:
             self._saved_step, self._skipped_save = step, False
-        self._saved_position = self._next_position
+        self._kept = self._reached
 
     def _end(self) -> None:
         """Checks the last step, and makes sure that its state is saved."""
@@ -389,6 +374,18 @@ class TrainLoop:
                 f"{reason}"
             ) from error
 
+    def _end_watcher(self, watcher: Watcher) -> None:
+        """Calls `ended`, whose error is that of the run, unless this has one."""
+        try:
+            with named_in_errors(watcher):
+                watcher.ended()
+        except Exception as error:
+            if self.error is not None and not isinstance(self.error, GoBack):
+                logger.exception("%s could not end; the run has ended before.", watcher.path)
+                return
+            self.error = error
+            raise
+
     def _table(self, wall_seconds: float) -> Table:
         """Returns the final table: progress, losses, speed, files, health of the experts."""
         interval = self._interval
@@ -399,7 +396,8 @@ class TrainLoop:
             *report.rates(self._throughput.overall() | interval.memory),
         ]
         for watcher in self._watchers:
-            rows += watcher.rows()
+            with named_in_errors(watcher):
+                rows += watcher.rows()
         rows.append(("wall", report.wall_time(wall_seconds, self.seconds())))
         rows += report.files(self, self._summary_writer.config, self._saved_step)
         if health := report.expert_health(interval.last):

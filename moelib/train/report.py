@@ -95,8 +95,8 @@ def wall_time(wall_seconds: float, seconds: Mapping[str, float]) -> str:
 def steps_text(run: "Run") -> str:
     """Returns the steps of a run that has ended, and what stopped it."""
     text = f"{run.step} of {run.config.max_step}"
-    if run.start_step:
-        text += f", from {run.start_step}"
+    if run.start.step:
+        text += f", from {run.start.step}"
     return f"{text} ({run.stopped_by})" if run.stopped_by else text
 
 

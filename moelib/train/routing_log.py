@@ -4,8 +4,6 @@ A program of its own runs the forward pass of an evaluation up to the last route
 is the same with and without it.
 """
 
-import contextlib
-import dataclasses
 import itertools
 import logging
 import os
@@ -40,7 +38,7 @@ from moelib.runs.routing_file import (
     write_header,
     write_part,
 )
-from moelib.runtime.processes import gather_json, on_process_0
+from moelib.runtime.processes import agreed, gather_json, on_process_0
 from moelib.train.evaler import EvaluationData
 from moelib.train.settings import completed, fill
 from moelib.train.watcher import Watcher
@@ -118,7 +116,7 @@ class RoutingEvaler(Watcher):
     def started(self) -> None:
         """Opens the input, and makes up for a log that the stopped run had no time for."""
         _ = self._data.input
-        if self.run.restored is not None:
+        if self.run.start.restored is not None:
             self._log(self.run.step, unless_complete=True)
 
     def between_steps(self, step: int) -> None:
@@ -172,19 +170,26 @@ class RoutingEvaler(Watcher):
             RoutingLogError: On all processes, if one cannot write.
             UserError: If a batch has no `input_ids`, or no layer outputs its routing.
         """
-        folder, files = self._folder(step), _Files()
-        with files.keeping_error():
-            if jax.process_index() == 0:
-                clear_log(folder)
-        gather_json(None)  # No process writes before the earlier log is gone.
-        num_batches = 0
+        folder, process, num_batches = self._folder(step), jax.process_index(), 0
+        written: dict[str, int] = {}
+        failed: OSError | None = None  # Raised when all processes are there.
+        # No process writes before the earlier log is gone.
+        _agreed(folder, lambda: clear_log(folder) if process == 0 else None)
         for number, arrays in enumerate(self._batches(params, mesh)):
-            with files.keeping_error():
-                files.sizes |= write_part(folder, number, jax.process_index(), arrays)
+            try:
+                written |= write_part(folder, number, process, arrays)
+            except OSError as error:
+                failed = failed or error
             num_batches = number + 1
             if on_batch is not None:
                 on_batch(number)
-        all_files = files.gathered(folder)
+
+        def files() -> dict[str, int]:
+            if failed is not None:
+                raise failed
+            return written
+
+        of_processes = gather_json(_agreed(folder, files))
         cfg, sizes = self._input_config, run_mesh or dict(mesh.shape)
         dtype = self._trainer.train_dtype or self.model.config.dtype or "float32"
         header = RoutingHeader(
@@ -199,13 +204,9 @@ class RoutingEvaler(Watcher):
             config_hash=self._digest,
             input=self._data.input.identity,
             mesh={axis: sizes[axis] for axis in current_rules()["batch"] if axis in sizes},
-            files=all_files,
+            files={name: size for sizes in of_processes for name, size in sizes.items()},
         )
-        done = _Files()
-        with done.keeping_error():
-            if jax.process_index() == 0:
-                write_header(folder, header)
-        done.gathered(folder)
+        _agreed(folder, lambda: write_header(folder, header) if process == 0 else None)
         return folder
 
     @property
@@ -275,31 +276,15 @@ class RoutingEvaler(Watcher):
         return found | {"input_ids": found["input_ids"].astype(token_ids)}
 
 
-@dataclasses.dataclass
-class _Files:
-    """Files that this process has written, and its first error, which the others must learn of."""
-
-    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
-    error: str | None = None
-
-    @contextlib.contextmanager
-    def keeping_error(self) -> Iterator[None]:
-        """Keeps an error of the system until all processes are there to raise it."""
-        try:
-            yield
-        except OSError as error:
-            self.error = self.error or str(error)
-
-    def gathered(self, folder: str) -> dict[str, int]:
-        """Returns the files of all processes. Raises RoutingLogError if one has an error."""
-        found = gather_json([self.sizes, self.error])
-        for process, (_, error) in enumerate(found):
-            if error is not None:
-                raise RoutingLogError(
-                    f"{folder}: process {process} cannot write the routing log: {error}; free "
-                    "space, and write it from the checkpoint by `moelib analyze routing`."
-                )
-        return {name: size for sizes, _ in found for name, size in sizes.items()}
+def _agreed[T](folder: str, write: Callable[[], T]) -> T:
+    """Returns the result of `write`. Raises RoutingLogError on all processes if one cannot."""
+    try:
+        return agreed(write, [OSError])
+    except OSError as error:
+        raise RoutingLogError(
+            f"{folder}: the routing log cannot be written: {error}; free space, and write it from "
+            "the checkpoint by `moelib analyze routing`."
+        ) from error
 
 
 def _natural(name: str) -> list[Any]:

@@ -6,11 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moelib.checkpoint.writers import check_url
-from moelib.core.config import (
-    REQUIRED,
-    RequiredFieldMissingError,
-    did_you_mean,
-)
+from moelib.core.config import REQUIRED, RequiredFieldMissingError, did_you_mean
 from moelib.core.config_text import join_path, sub_configs
 from moelib.core.errors import UserError
 from moelib.core.precision import check_float
@@ -27,9 +23,6 @@ from moelib.train.watchers.profiler import ProfilerWindow
 from moelib.train.watchers.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
-
-# Settings that a resumed run may change if `accept_changes` names them: all further steps differ.
-ACCEPTABLE = ("schedule", "train_dtype", "accumulation", "config", "tokenizer")
 
 
 def check_config(cfg: Any) -> None:
@@ -55,7 +48,6 @@ def check_config(cfg: Any) -> None:
             f"{batch_size}."
         )
     _check_folders(cfg)
-    _check_acceptable(cfg.accept_changes or ())
     _check_course(cfg)
     if cfg.checkpointer is not None and (metric := cfg.checkpointer.best_metric) is not None:
         evaler = metric.partition("/")[0]
@@ -64,12 +56,6 @@ def check_config(cfg: Any) -> None:
                 f"checkpointer.best_metric is {metric!r}, but there is no evaler {evaler!r}; "
                 + did_you_mean(evaler, cfg.evalers)
             )
-
-
-def _check_acceptable(names: Sequence[str]) -> None:
-    for name in names:
-        if name not in ACCEPTABLE:
-            raise UserError(f"accept_changes has {name!r}; {did_you_mean(name, ACCEPTABLE)}")
 
 
 def _check_course(cfg: Any) -> None:
@@ -158,9 +144,7 @@ def watchers_of(cfg: Any) -> dict[str, Watcher.Config]:
             timeout_seconds=cfg.watchdog_timeout_seconds,
             crash_timeout_seconds=cfg.crash_on_hang_timeout_seconds,
         ),
-        "profiler": ProfilerWindow.default_config().set(
-            start_steps=cfg.start_trace_steps, num_steps=cfg.num_trace_steps
-        ),
+        "profiler": ProfilerWindow.default_config(),
     }
     if cfg.log_gradient_noise:
         found["gradient_noise"] = NoiseScale.default_config()
@@ -211,7 +195,7 @@ def completed(cfg: Any) -> Any:
     folder = RunFolder(cfg.dir)
     if cfg.checkpointer is not None:
         fill(cfg.checkpointer.save_policy, None, max_step=cfg.max_step)
-        fill(cfg.checkpointer, REQUIRED, dir=folder.checkpoints)
+        fill(cfg.checkpointer, REQUIRED, dir=folder.own_checkpoints)
     fill(
         cfg.summary_writer,
         REQUIRED,

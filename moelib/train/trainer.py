@@ -3,19 +3,17 @@
 import contextlib
 import functools
 import logging
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 import numpy as np
 
 from moelib.checkpoint.checkpointer import Checkpointer
-from moelib.checkpoint.contents import CheckpointRecord, RunRecord, newest_record
+from moelib.checkpoint.contents import RunRecord
 from moelib.checkpoint.restore import Restored
 from moelib.checkpoint.safetensors import file_sums
-from moelib.core import tree
 from moelib.core.config import (
     REQUIRED,
     DType,
@@ -25,61 +23,43 @@ from moelib.core.config import (
     maybe_instantiate,
 )
 from moelib.core.config_types import NonNegativeInt, PositiveFloat, PositiveInt
-from moelib.core.errors import UserError
 from moelib.core.module import Module
-from moelib.data.batches.input import Input
-from moelib.data.batches.prefetch import host_rows
+from moelib.data.batches.input import BatchIterator, Input
+from moelib.data.batches.prefetch import Prefetcher, host_rows, put_batch
+from moelib.data.batches.skip_batches import SKIPPED, SkippingBatches
 from moelib.huggingface.pretrained import FILES, copy_files
-from moelib.kernels.backend import kernel_backends
 from moelib.kernels.check import check_kernels
 from moelib.learner.learner import Learner
-from moelib.models.model import Model
 from moelib.parallel import sharding
-from moelib.parallel.auto_sharding.specs import ShardingReport
-from moelib.parallel.mesh import (
-    MESH_AXIS_NAMES,
-    HybridMeshShape,
-    create_device_mesh,
-    describe_mesh,
-    mesh_shape_from_axes,
-    shared_sides,
-)
+from moelib.parallel.mesh import MESH_AXIS_NAMES, HybridMeshShape, mesh_shape_from_axes
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.runs import course
 from moelib.runs.folder import RunFolder
-from moelib.runs.identity import check_directory, check_processes
+from moelib.runs.identity import AcceptedChange, check_directory, check_inputs, check_processes
 from moelib.runs.input_state import gather_input_state, input_state_of
 from moelib.runs.model_files import check_tokenizers, save_tokenizer
 from moelib.runs.routing_file import discard_after
 from moelib.runs.summary_writer import SummaryWriter
 from moelib.runtime.distributed import check_job
 from moelib.runtime.processes import agreed, on_process_0
-from moelib.train import program
 from moelib.train import state as state_lib
-from moelib.train.compiler_options import step_options
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.init_from import InitFrom
 from moelib.train.loop import TrainLoop
 from moelib.train.memory import check_memory
-from moelib.train.pipeline import PipelineConfig
+from moelib.train.program import StepProgram
 from moelib.train.readable import check_readable
-from moelib.train.settings import (
-    check_batch,
-    check_config,
-    completed,
-    rules_of,
-    watchers_of,
-)
-from moelib.train.shardings import shard_external_layers
+from moelib.train.settings import watchers_of
 from moelib.train.signals import StopRequest, ended_by_sigterm
+from moelib.train.start import Start
 from moelib.train.state import TrainerState
-from moelib.train.watcher import Activity, GoBack, Watcher
+from moelib.train.watcher import Activity, GoBack, Watcher, named_in_errors
 from moelib.train.watchers.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
 
-class SpmdTrainer(Module):
+class SpmdTrainer(StepProgram):
     """Trains a model on any number of devices and processes.
 
     A run writes `config.txt`, `metrics.jsonl`, `summaries/` and `checkpoints/` into its folder.
@@ -91,8 +71,8 @@ class SpmdTrainer(Module):
     # resumes may change the others says `moelib.runs.identity.RESUME`.
     NUMBERS = ("model", "input", "learner", "prng_seed")
 
-    model: Model
     summary_writer: SummaryWriter
+    _state: TrainerState | None = None
 
     @config_class
     class Config(Module.Config):
@@ -141,7 +121,7 @@ class SpmdTrainer(Module):
         # (max_step or decay_steps), "train_dtype", "accumulation" (num_microbatches), "config"
         # (settings that determine the numbers of a run). Also "tokenizer": the input has another
         # one than the initial weights or an evaler. None accepts nothing.
-        accept_changes: Sequence[str] | None = None
+        accept_changes: Sequence[AcceptedChange] | None = None
         # Step whose checkpoint the run resumes from, once; later ones are moved aside. None resumes
         # from the newest.
         rewind_to: NonNegativeInt | None = None
@@ -185,28 +165,9 @@ class SpmdTrainer(Module):
         Raises:
             UserError: If a setting is invalid.
         """
-        super().__init__(cfg, parent=parent)
-        self._devices = devices
-        check_config(self.config)
-        cfg = completed(self.config)
+        super().__init__(cfg, parent=parent, devices=devices)
+        cfg = self._completed
         self.folder = RunFolder(cfg.dir)
-        self._input_config = cfg.input
-        built = getattr(cfg.model, "klass", None)
-        if isinstance(built, type) and not issubclass(built, Model):
-            raise UserError(
-                f"model is a {built.__qualname__}; set a moelib.models.model.Model, whose forward "
-                "pass returns the loss of a batch."
-            )
-        self._add_child("model", cfg.model)
-        self._state: TrainerState | None = None  # There is none for examples of this sharding.
-        self.sharding_report: ShardingReport | None = None  # Of automatic shardings.
-        if cfg.auto_sharding or self.model.is_auto_sharded:
-            with sharding.sharding_rules(rules_of(cfg)):
-                self.sharding_report = shard_external_layers(
-                    self.model, self.mesh_sizes, self._replica_batch
-                )
-        specs = self.model.create_parameter_specs_recursively()
-        self._add_child("learner", cfg.learner, param_specs=specs)
         shared = {"model": self.model, "train_dtype": cfg.train_dtype}
         self.evalers: Mapping[str, Any] = {
             name: self._add_child(f"evaler_{name}", evaler, **shared)
@@ -222,70 +183,22 @@ class SpmdTrainer(Module):
         self._init_from: InitFrom | None = maybe_instantiate(cfg.init_from)
         self.input_state: dict[str, Any] | None = None  # Position in the data, None at first.
         self._compiled: Callable[..., Any] | None = None
-        self.on_compiled: Callable[[Any, Any, Any], None] | None = None
-        self._axes_used: set[str] = set()  # Logical axes of state, batch and activations.
         self._check_locks: list[Callable[[], None]] = []  # Raise if a folder of the run was moved.
         self._file_sums: dict[str, str] = {}  # SHA-256 of the tokenizer's files, when written.
         self.step = 0  # Steps taken, known without waiting for the devices.
-        self.began, self.restore_seconds = time.time(), 0.0  # Of this start; see `Run`.
         # By name: those of single fields, then those of `watchers`.
         self.watchers: Mapping[str, Watcher] = {
             name: watcher.instantiate() for name, watcher in watchers_of(cfg).items()
         }
         for name, watcher in self.watchers.items():
             watcher.path = f"watchers.{name}"
-            watcher.prepare(self)
-
-    def mesh(self) -> jax.sharding.Mesh:
-        """Returns the mesh of the config.
-
-        Raises:
-            ValueError: If its size is not the number of devices, if nothing is split over one of
-                its axes, or if a sharding rule names an unknown axis.
-        """
-        return self._mesh
-
-    @functools.cached_property
-    def _mesh(self) -> jax.sharding.Mesh:
-        cfg = self.config
-        mesh = create_device_mesh(cfg.mesh_shape, cfg.mesh_axis_names, self._devices)
-        with jax.set_mesh(mesh), sharding.sharding_rules(rules_of(cfg)):
-            sharding.check_mesh_axes(dict(mesh.shape))
-        return mesh
-
-    @property
-    def mesh_sizes(self) -> dict[str, int]:
-        """Sizes of the mesh axes; devices are counted only if one of the config's is -1."""
-        shape = self.config.mesh_shape
-        if isinstance(shape, HybridMeshShape):
-            shape = [a * b for a, b in zip(*shape, strict=True)]
-        names = self.config.mesh_axis_names
-        if len(shape) != len(names) or min(shape) < 1:
-            return dict(self.mesh().shape)
-        return dict(zip(names, shape, strict=True))
-
-    @functools.cached_property
-    def pipeline(self) -> PipelineConfig | None:
-        """The pipeline of a step; None without one.
-
-        Raises:
-            UserError: If the model cannot be spread over it, or needs more micro-batches.
-        """
-        return program.pipeline_of(self)
-
-    @contextlib.contextmanager
-    def on_mesh(self) -> Iterator[None]:
-        """Sets mesh, sharding rules and kernel backends; records the logical axes that are used."""
-        rules = sharding.sharding_rules(rules_of(self.config))
-        kernels = kernel_backends(self.config.kernel_backends)
-        with kernels, jax.set_mesh(self.mesh()), rules as used:
-            yield
-        self._axes_used |= used
+            with named_in_errors(watcher):
+                watcher.prepare(self)
 
     @functools.cached_property
     def input(self) -> Input:
         """The training input, opened on first use."""
-        opened = self._input_config.instantiate()
+        opened = self._completed.input.instantiate()
         opened.parameters = self._params_on_host
         return opened
 
@@ -295,7 +208,7 @@ class SpmdTrainer(Module):
 
     def best_step(self) -> int | None:
         """Returns the step of the best checkpoint; see `Checkpointer.best_step`."""
-        return None if self.config.checkpointer is None else self.checkpointer.best_step()
+        return None if self.saver is None else self.saver.best_step()
 
     def _params_on_host(self) -> Any:
         """Returns the current result as NumPy arrays; None without state."""
@@ -305,47 +218,12 @@ class SpmdTrainer(Module):
         params = jax.jit(lambda x: x, out_shardings=replicated)(self.trainer_state.model)
         return self.model.result_of(jax.tree.map(np.asarray, params))
 
-    def abstract_batch(self) -> Any:
-        """Returns a batch without values, if possible without opening data."""
-        return self._input_config.abstract_batch(lambda: self.input)
-
-    def _replica_batch(self) -> Any:
-        """Returns the micro-batch of one data-parallel replica, without values."""
-        batch, shape = self.abstract_batch(), self.mesh_sizes
-        parts = self.config.num_microbatches * math.prod(
-            shape[axis] for axis in sharding.mesh_axes("batch", shape)
-        )
-        return jax.tree.map(lambda x: x.update(shape=(x.shape[0] // parts, *x.shape[1:])), batch)
-
-    @functools.cached_property
-    def trainer_state_specs(self) -> TrainerState:
-        """The state with a ParameterSpec for each array."""
-        return state_lib.state_specs(self.model, self.learner)
-
-    @functools.cached_property
-    def trainer_state_shardings(self) -> TrainerState:
-        """The state with a NamedSharding for each array."""
-        with self.on_mesh():
-            return state_lib.state_shardings(self.trainer_state_specs, self.learner, self.mesh())
-
     @property
     def trainer_state(self) -> TrainerState:
         """The current state. Raises RuntimeError before `init` or `restore_checkpoint`."""
         if self._state is None:
             raise RuntimeError("There is no state yet; call init() or restore_checkpoint() first.")
         return self._state
-
-    @property
-    def batch_sharding(self) -> jax.sharding.NamedSharding:
-        """Sharding of the arrays [B, S] of a batch.
-
-        Raises:
-            SplitError: If the mesh does not divide them.
-        """
-        cfg = self.config.input
-        with self.on_mesh():
-            check_batch(self.config, self.mesh().shape)
-            return state_lib.batch_sharding(cfg.global_batch_size, cfg.seq_len, self.mesh())
 
     @property
     def _host_rows(self) -> range:
@@ -355,10 +233,6 @@ class SpmdTrainer(Module):
     def model_params_for_eval(self) -> dict[str, Any]:
         """Returns the parameters to evaluate, such as their average; see `Learner.eval_params`."""
         return self.learner.eval_params(self.trainer_state.learner, self.trainer_state.model)
-
-    def flops_per_token(self) -> float | None:
-        """Returns the training FLOPs per token, or None if the model does not count them."""
-        return self.model.flops_per_token(seq_len=self.config.input.seq_len)
 
     # State.
 
@@ -396,11 +270,11 @@ class SpmdTrainer(Module):
             InsufficientMemoryError: If the state does not fit into memory.
             ValueError: If the position in the data cannot be restored on this number of processes.
         """
-        if self.config.checkpointer is None:
+        if self.saver is None:
             return None
         check_memory(self.trainer_state_specs, self.trainer_state_shardings)
         target = sharding.abstract_state(self.trainer_state_specs, self.trainer_state_shardings)
-        restored = self.checkpointer.restore(target, step=step)
+        restored = self.saver.restore(target, step=step)
         self.restored = None
         if restored is None:
             return None
@@ -446,39 +320,31 @@ class SpmdTrainer(Module):
 
     # Steps.
 
-    def compile_train_step(self, batch: Any = None) -> jax.stages.Compiled:
-        """Returns the compiled training step (state, batch) -> (state, metrics); donates the state.
+    def open_input(self, start: Start) -> Prefetcher[Any]:
+        """Returns the training batches from the position of a start, without those to skip."""
+        cfg, ranges, position = self.config, start.skip_ranges, start.input_state
+        sharding, batch_size = self.batch_sharding, cfg.input.global_batch_size
+        opened = agreed(lambda: self.input)
+        check_inputs("input", opened)
 
-        Calls `on_compiled`, if set, with the traced, the lowered and the compiled step. Logs a
-        warning if parameters get no gradient, if `pipeline_schedule` or `kernel_backends` has no
-        effect, or if stages have no layers. `batch` is that of `trace_train_step`.
-        """
-        return program.compile_step(self, batch)
+        def read() -> BatchIterator:
+            batches = opened.iterator(self._host_rows)
+            if ranges:
+                batches = SkippingBatches(batches, ranges)
+            if position is not None:
+                batches.restore(position)
+            return batches
 
-    def compiler_options(self) -> dict[str, str]:
-        """Returns the options of XLA for the step.
-
-        Raises:
-            UserError: If one contradicts `deterministic`.
-        """
-        kind = self.mesh().devices.flat[0].device_kind
-        return step_options(kind, self.config.compiler_options or {}, self.config.deterministic)
-
-    def trace_train_step(self, batch: Any = None) -> jax.stages.Traced:
-        """Returns the training step as a jaxpr.
-
-        Args:
-            batch: Arrays or `jax.ShapeDtypeStruct`s; by default those of a language-model input,
-                without opening data.
-
-        Raises:
-            ValueError: If the mesh does not divide an array, or a sharding rule splits nothing.
-        """
-        return program.trace_step(self, batch, self.pipeline)
-
-    def check_sharding_rules(self) -> None:
-        """Raises ValueError if a sharding rule names a logical axis that nothing traced has."""
-        sharding.check_rules_used(self.config.sharding_rules or {}, self._axes_used)
+        batches = agreed(read)
+        if ranges != (position or {}).get(SKIPPED, ranges[:0]):
+            self.folder.note("skipped_ranges", step=start.step, ranges=ranges)
+        on_process_0(self.save_tokenizer)
+        return Prefetcher(
+            batches,
+            lambda batch: put_batch(batch, sharding, batch_size),
+            num_batches=0 if opened.reads_parameters else 2,
+            num_retries=cfg.input_retries,
+        )
 
     def run_step(self, batch: Any, *, input_state: dict[str, Any] | None = None) -> Any:
         """Dispatches a step on a global batch; returns its packed metrics without waiting for them.
@@ -516,8 +382,7 @@ class SpmdTrainer(Module):
             NonFiniteError: At the first step whose loss or parameters are not finite.
             CheckpointSaveError: If the last checkpoint could not be written.
         """
-        cfg = self.config
-        self.began = time.time()
+        cfg, began = self.config, time.time()
         self.folder = RunFolder(cfg.dir)  # Whose events are read again.
         check_job()
         with contextlib.ExitStack() as stack:
@@ -537,57 +402,68 @@ class SpmdTrainer(Module):
             on_process_0(lock)
             if saver is not None:
                 saver.remove_unfinished()
-                parts = saver, self._host_rows, self.mesh().shape
-                checked = course.rewind(cfg, self.folder, *parts)
-                if checked is None:
-                    checked = agreed(self._check_newest)
-            self._start(prng_key, checked)
+                checked = course.rewind_or_resume(
+                    cfg, self.folder, saver, self._host_rows, self.mesh().shape
+                )
+            start = self._start(began, prng_key, checked)
             on_process_0(lambda: self.folder.write_config(cfg))
-            return self._take_steps(prng_key)
+            return self._take_steps(start, prng_key)
 
-    def _start(self, prng_key: jax.Array | int | None, checked: int | None) -> None:
+    def _start(self, began: float, prng_key: jax.Array | int | None, checked: int | None) -> Start:
         """Restores the newest checkpoint, or initializes the state, and drops later metrics.
 
         `checked` is the step whose config is known to be this run's.
         """
-        begin, cfg = time.perf_counter(), self.config
-        started = {"time": round(self.began, 3), "num_processes": jax.process_count()}
-        self.folder.note("start", **started)
+        begin, cfg, saver = time.perf_counter(), self.config, self.saver
+        self.folder.note("start", time=round(began, 3), num_processes=jax.process_count())
         watchdog = Watchdog.default_config().set(timeout_seconds=cfg.watchdog_timeout_seconds)
         activity = Activity(self.step, time.monotonic(), ", while the run restores")
         with watchdog.instantiate().watch(activity), ended_by_sigterm("restoring"):
             step = self.restore_checkpoint()
             if step is None:
-                # Opened first: missing data is an error before computations.
-                weights = None if self._init_from is None else self._init_from.folder
-                agreed(lambda: self.input)
-                fits = agreed(lambda: check_tokenizers(self.config, weights))
-                if self._init_from is not None and not self._origin:
-                    earlier = self._init_from.earlier_step(course.course_of(self.folder))
-                    self._origin = {} if earlier is None else {"step": earlier}
-                self.init(prng_key)
-                if weights is not None and fits:
-                    on_process_0(lambda: copy_files(weights, self.config.dir))
-                if self._origin and jax.process_index() == 0:
-                    self.folder.note(course.INIT_FROM, **self._origin)
-                    logger.warning("The run starts from %(run)s, step %(step)s.", self._origin)
-            elif self.config.init_from is not None and not self._origin:
+                self._begin(prng_key)
+            elif cfg.init_from is not None and not self._origin:
                 logger.warning(
                     "init_from.run=%s is ignored: %s has a checkpoint of step %d; set another dir "
                     "(--trainer_dir) to start from it.",
-                    *(self.config.init_from.run, self.config.dir, step),
+                    *(cfg.init_from.run, cfg.dir, step),
                 )
-            if step is not None and step < self.config.max_step:
-                agreed(lambda: check_tokenizers(self.config, self.config.dir))
+            if step is not None and step < cfg.max_step:
+                agreed(lambda: check_tokenizers(cfg, cfg.dir))
             restored = self.restored
             if restored is not None and step != checked:  # Local, or before a damaged one.
-                agreed(lambda: self._check_directory(restored.record))
-        if self.config.checkpointer is not None and self.checkpointer.local is not None:
-            self.checkpointer.local.delete_after(self.step)
+                mesh = self.mesh().shape
+                agreed(lambda: check_directory(cfg, self.folder, restored.record, mesh=mesh))
+        if saver is not None and saver.local is not None:
+            saver.local.delete_after(self.step)
         on_process_0(lambda: discard_after(cfg.dir, self.step))
-        self.restore_seconds = time.perf_counter() - begin
+        events = course.course_of(self.folder)
+        return Start(
+            self.step,
+            self.input_state,
+            restored,
+            skip_ranges=course.ranges_to_skip(cfg, events, self.input_state),
+            began=began,
+            restore_seconds=time.perf_counter() - begin,
+        )
 
-    def _take_steps(self, prng_key: jax.Array | int | None) -> dict[str, Any]:
+    def _begin(self, prng_key: jax.Array | int | None) -> None:
+        """Initializes the state of a new run, from elsewhere if `init_from` is set."""
+        cfg, init_from = self.config, self._init_from
+        weights = None if init_from is None else init_from.folder
+        agreed(lambda: self.input)  # Missing data is an error before computations.
+        fits = agreed(lambda: check_tokenizers(cfg, weights))
+        if init_from is not None and not self._origin:
+            earlier = init_from.earlier_step(course.course_of(self.folder))
+            self._origin = {} if earlier is None else {"step": earlier}
+        self.init(prng_key)
+        if weights is not None and fits:
+            on_process_0(lambda: copy_files(weights, cfg.dir))
+        if self._origin and jax.process_index() == 0:
+            self.folder.note(course.INIT_FROM, **self._origin)
+            logger.warning("The run starts from %(run)s, step %(step)s.", self._origin)
+
+    def _take_steps(self, start: Start, prng_key: jax.Array | int | None) -> dict[str, Any]:
         """Runs the loop, again from the newest checkpoint after each bad step to take again."""
         stop = StopRequest()
         stopped_by: str | None = None
@@ -595,47 +471,20 @@ class SpmdTrainer(Module):
             text = self.config.debug_string()
             on_process_0(lambda: self.summary_writer.start_trackers(text))
             while True:
-                events = course.course_of(self.folder)
-                ranges = course.ranges_to_skip(self.config, events, self.input_state)
                 try:
-                    result = TrainLoop(self, ranges, stop=stop).run()
+                    result = TrainLoop(self, start, stop=stop).run()
                 except GoBack as again:
-                    self._go_back(prng_key, again)
+                    start = self._go_back(prng_key, again)
                 else:
                     stopped_by = result["stopped_by"]
                     return result
         finally:
             self.summary_writer.close_trackers(stopped_by)
 
-    def _go_back(self, prng_key: jax.Array | int | None, again: GoBack) -> None:
+    def _go_back(self, prng_key: jax.Array | int | None, again: GoBack) -> Start:
         """Restores the newest checkpoint; a local one may be of a state that was damaged."""
         jax.block_until_ready(self._state)  # Else its collectives meet those of the restore.
         self._state = None  # Frees its memory for the one to restore.
         if again.durable and self.checkpointer.local is not None:
             self.checkpointer.local.delete_after(on_process_0(self.checkpointer.latest_step) or 0)
-        self.began = time.time()
-        self._start(prng_key, self.step)
-
-    def _check_newest(self) -> int | None:
-        """Checks that the newest checkpoint is this run's; returns its step, None without any."""
-        saver = self.checkpointer
-        if saver.latest_step() is None:
-            return None
-        return self._check_directory(newest_record(saver.dir))
-
-    def _check_directory(self, record: CheckpointRecord | None) -> int | None:
-        """Checks that a checkpoint is this run's, and returns its step."""
-        check_directory(self.config, self.folder, record, mesh=self.mesh().shape)
-        return None if record is None else record.step
-
-    def describe(self) -> str:
-        """Returns one line with the size of the model and of the state, and the mesh."""
-        params = self.trainer_state_specs.model
-        mesh = self.mesh()
-        shared = shared_sides(mesh.devices, mesh.axis_names)
-        return (
-            f"{tree.count_elements(params):,} parameters, "
-            f"{tree.count_bytes(self.trainer_state_specs) / 1e6:,.1f} MB of state, mesh: "
-            f"{describe_mesh(mesh.shape)} ({mesh.devices.flat[0].device_kind})"
-            f"{', shared sides of the torus: ' + '; '.join(shared) if shared else ''}"
-        )
+        return self._start(time.time(), prng_key, self.step)

@@ -1,18 +1,19 @@
 """Watchers: behaviors of a run besides its steps, evaluations and checkpoints."""
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol
 
 import jax
 
 from moelib.checkpoint.checkpointer import Checkpointer
-from moelib.checkpoint.restore import Restored
 from moelib.core.config import Configurable, config_class
 from moelib.core.metrics import Scalars
 from moelib.runs.folder import RunFolder
+from moelib.train.start import Start
 
 
 class GoBack(Exception):  # noqa: N818 (not an error: the run goes on)
@@ -49,19 +50,21 @@ class Run(Protocol):
     metrics_path: str  # File of the metrics, as JSON lines.
     model: Any
     mesh: jax.sharding.Mesh
-    description: str  # Processes, size of the model and mesh, as printed before the first step.
-    began: float  # Time of the start of the run, in seconds since 1970.
-    restore_seconds: float  # Time of restoring or initializing the state.
+    start: Start
     compile_seconds: float  # Time of the first step, most of it compilation; 0 before it.
-    start_step: int  # Step of the first state of this start.
-    step: int  # Steps dispatched, those of earlier starts included.
-    position: int | None  # Position in the data of the step that is checked; None if unknown.
-    restored: Restored | None  # The checkpoint that this start resumed from, without arrays.
     checkpointer: Checkpointer | None
     evaluations: dict[str, Scalars]  # Latest metrics of each evaler, by its name.
     activity: Activity
     stopped_by: str | None  # Signal, "end of input" or reason of `stop`; None before.
     error: BaseException | None  # Error that ended the run; None before, and without one.
+
+    @property
+    def step(self) -> int:
+        """Steps dispatched, those of earlier starts included."""
+
+    @property
+    def position(self) -> int | None:
+        """Position in the data of the last step's batch; None if the input has no positions."""
 
     @property
     def first_to_skip(self) -> int | None:
@@ -78,6 +81,7 @@ class Run(Protocol):
 
     def is_logged(self, step: int) -> bool:
         """Returns whether the metrics of a step are logged if nothing is wrong with it."""
+        return step % self.config.log_every_n_steps == 0 or step == self.config.max_step
 
     def spent_on(self, part: str) -> AbstractContextManager[None]:
         """Counts the time of a block for one of `throughput.PARTS`."""
@@ -87,9 +91,11 @@ class Run(Protocol):
 
     def stop(self, reason: str) -> None:
         """Ends the run after the current step, with a checkpoint."""
+        self.stopped_by = reason
 
     def note(self, event: str, **fields: Any) -> None:
         """Appends an event of JSON values to the run's log, `events.jsonl`."""
+        self.folder.note(event, **fields)
 
     def print(self, line: str) -> None:
         """Prints a line above the progress bar, on process 0."""
@@ -142,3 +148,19 @@ class Watcher(Configurable):
     def rows(self) -> Sequence[tuple[str, str]]:
         """Returns (title, text) of rows of the final table."""
         return ()
+
+
+@contextlib.contextmanager
+def named_in_errors(watcher: Watcher) -> Iterator[None]:
+    """Adds the watcher's path to an exception of the block, as `add_path` does."""
+    try:
+        yield
+    except Exception as error:
+        add_path(error, watcher)
+        raise
+
+
+def add_path(error: Exception, watcher: Watcher) -> None:
+    """Adds a note with the watcher's path to its exception, if the message lacks it."""
+    if watcher.path not in str(error):
+        error.add_note(f"Raised by {watcher.path}, a {type(watcher).__qualname__}.")

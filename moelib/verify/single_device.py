@@ -16,6 +16,7 @@ from moelib.core.tree import Batch
 from moelib.train.loop import TrainLoop
 from moelib.train.metrics import PackedMetrics, pack
 from moelib.train.signals import StopRequest
+from moelib.train.start import Start
 from moelib.verify.batch_checks import causality, doubled, masked, packing, padding
 from moelib.verify.compare import Difference, first_bit_difference, first_difference
 from moelib.verify.data_checks import data, hosts
@@ -96,7 +97,8 @@ def _train(known: Reference, folder: str, batches: dict[int, Batch], end: int = 
     trainer.compile_train_step = lambda batch: step
     silent = io.StringIO()
     with trainer.on_mesh(), redirect_stdout(silent), redirect_stderr(silent):
-        TrainLoop(trainer, stop=StopRequest()).run()
+        start = Start(trainer.step, trainer.input_state, trainer.restored)
+        TrainLoop(trainer, start, stop=StopRequest()).run()
     return jax.device_get(trainer.trainer_state)
 
 

@@ -52,15 +52,13 @@ def test_old_ones_are_deleted(tmp_path):
     assert list(list_checkpoints(tmp_path)) == [4, 6, 8]
 
 
-def test_best_without_a_metric_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="keep_best_n=1"):
-        make(tmp_path, keep_best_n=1)
-
-
-@pytest.mark.parametrize("name", ["keep_last_n", "keep_every_n_steps", "keep_best_n"])
-def test_negative_numbers_of_checkpoints_are_refused(tmp_path, name):
-    with pytest.raises(ValueError, match=f"{name}=-1"):
-        make(tmp_path, **{name: -1})
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("keep_last_n", -1), ("keep_every_n_steps", -1), ("keep_best_n", -1), ("keep_best_n", 1)],
+)
+def test_numbers_below_0_or_of_the_best_without_a_metric_are_refused(tmp_path, name, number):
+    with pytest.raises(ValueError, match=f"{name}={number}"):
+        make(tmp_path, **{name: number})
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -158,12 +156,38 @@ def test_one_without_its_record_is_not_seen_and_moved_aside(checkpointer, caplog
     remove_record(step_path(checkpointer.dir, 9))
     assert checkpointer.latest_step() == 5
     assert checkpointer.restore(target_of(make_state())).record.step == 5
+    assert "step_00000009 has no record/metadata, and is not read: step 5 is the" in caplog.text
+    with pytest.raises(CheckpointNotFoundError, match=r"step 9;.*step_00000009 lacks its record"):
+        checkpointer.restore(target_of(make_state()), step=9)
     checkpointer.remove_unfinished()
     aside = "step_00000009.without_record"
     assert sorted(os.listdir(checkpointer.dir)) == ["step_00000005", aside]
     assert os.path.isdir(os.path.join(checkpointer.dir, aside, "state"))
     assert aside in caplog.text
     assert list(list_checkpoints(checkpointer.dir)) == [5]
+
+
+def test_only_one_without_its_record_is_an_error_and_stays(checkpointer):
+    save(checkpointer, 5)
+    remove_record(step_path(checkpointer.dir, 5))
+    for _ in range(2):
+        with pytest.raises(DamagedCheckpointError, match="step_00000005 has no record/metadata"):
+            checkpointer.remove_unfinished()
+    assert os.listdir(checkpointer.dir) == ["step_00000005"]
+
+
+def test_one_that_was_killed_before_its_record_is_removed(checkpointer, monkeypatch, caplog):
+    def killed(record, path):
+        raise SystemExit  # No failure, after which the checkpointer itself would remove it.
+
+    monkeypatch.setattr(contents.CheckpointRecord, "write", killed)
+    with pytest.raises(SystemExit):
+        save(checkpointer, 5)
+    assert os.listdir(checkpointer.dir) == ["step_00000005"]
+    assert checkpointer.restore(target_of(make_state())) is None
+    checkpointer.remove_unfinished()
+    assert os.listdir(checkpointer.dir) == []
+    assert "An incomplete checkpoint is removed" in caplog.text
 
 
 def test_record_that_cannot_be_looked_for_removes_nothing(checkpointer, monkeypatch):

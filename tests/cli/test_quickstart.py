@@ -1,6 +1,7 @@
 """`moelib quickstart`: from text to a trained model, a comparison and a sample."""
 
 import math
+import types
 
 import pytest
 
@@ -38,10 +39,27 @@ def test_too_little_text_and_missing_text_are_errors(tmp_path):
 
 
 def test_a_wrong_config_is_an_error_before_text_is_prepared(text, tmp_path):
-    flags = quickstart.Flags(data_dir=str(text), trainer_dir=f"{tmp_path}/run", max_step=20)
+    warmup = "learner.optimizer.args[1].learning_rate.warmup_steps=50"
+    flags = quickstart.Flags(
+        data_dir=str(text), trainer_dir=f"{tmp_path}/run", max_step=20, set=(warmup,)
+    )
     with pytest.raises(UserError, match="warmup_steps 50 are more than max_step 20"):
         quickstart.run(flags, [])
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("max_step", "warmup_steps"), [(20, 10), (50, 25), (51, 50), (700, 50)])
+def test_the_warmup_is_shorter_than_the_run(max_step, warmup_steps, monkeypatch, tmp_path):
+    found = []
+
+    def fit(cfg, **_):
+        found.append(cfg.learner.optimizer.args[1].learning_rate.warmup_steps)
+        return types.SimpleNamespace(stopped_by="SIGTERM")
+
+    monkeypatch.setattr(quickstart, "prepare_text", lambda *_: (None, None))
+    monkeypatch.setattr(quickstart.launch, "fit", fit)
+    quickstart.run(quickstart.Flags(trainer_dir=f"{tmp_path}/run", max_step=max_step), [])
+    assert found == [warmup_steps]
 
 
 def test_unigram_bits_are_those_of_smoothed_counts():
@@ -58,7 +76,6 @@ def test_unigram_bits_are_those_of_smoothed_counts():
 def test_the_whole_way(text, tmp_path):
     command = ["-m", "moelib.cli.main", "quickstart", f"--data_dir={text}"]
     flags = [f"--trainer_dir={tmp_path}/qs", "--max_step=2", "--vocab_size=300"]
-    flags += ["--set=learner.optimizer.args[1].learning_rate.warmup_steps=1"]
     first, again = (finish(start(*command, *flags, devices=1))[0][0] for _ in range(2))
     for part in ("this model", "gzip -9", "unigram model", "A sample, after '"):
         assert part in first

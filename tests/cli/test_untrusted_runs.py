@@ -31,6 +31,7 @@ LINES = [  # Lines of a config.txt that would write the file "ran" if they were 
     "dir: <moelib.runtime.storage:os.system>\ndir.command: 'touch ran'",
     "dir.fn: moelib.core.config_types:resolve_reference\ndir.text: 'os:system'",
     "dir.fn: moelib.runtime.storage:write_json\ndir.path: 'ran'\ndir.value: 1",
+    "watchers.x: <os:system>\nwatchers.x.command: 'touch ran'",  # `watchers` is {} above.
     "dir: <builtins:exec>\ndir.source: 'import hostile'",
     "dir.fn: optax:adamw.__globals__.keys",
     "dir.fn: jax.numpy:load\ndir.file: 'ran'",
@@ -72,6 +73,7 @@ def folder(trained, tmp_path, monkeypatch):
     [
         *(("generate", lines) for lines in LINES),
         *((command, LINES[0]) for command in COMMANDS if command != "generate"),
+        ("train", next(x for x in LINES if x.startswith("watchers"))),
     ],
     ids=lambda value: value.split("\n")[0],
 )

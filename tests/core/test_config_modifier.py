@@ -2,7 +2,6 @@ from typing import Any
 
 import pytest
 
-from moelib.core import axlearn_names
 from moelib.core.config import REQUIRED, Configurable, Required, config_class
 from moelib.core.config_modifier import ConfigModifier, replace_layer_config_recursively
 
@@ -129,20 +128,3 @@ def test_fields_that_both_configs_set_are_the_new_ones_own():
     assert (carried.inner.dim, carried.inner.act) == (3, "relu")
     whole = Windowed.default_config().set(inner=Dense.default_config().set(dim=3))
     assert replaced(old, whole).inner.act == "silu"
-
-
-class Trainer(Configurable):
-    @config_class
-    class Config(Configurable.Config):
-        max_step: int = 1
-
-
-def test_a_named_config_is_overridden():
-    make = axlearn_names.with_overrides(Trainer.default_config, max_step=5)
-    assert make().max_step == 5
-    assert make() is not make()
-
-
-def test_fields_that_a_config_lacks_are_ignored():
-    cfg = axlearn_names.maybe_set_config(Trainer.default_config(), max_step=3, unheard_of=1)
-    assert cfg == Trainer.default_config().set(max_step=3)

@@ -9,6 +9,7 @@ from moelib.core.config import config_class
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.runs.folder import RunFolder
+from moelib.runtime.command_line import one_line
 from moelib.train.watcher import Watcher
 from tests import tiny
 
@@ -45,7 +46,7 @@ class Recorder(Watcher):
         self.calls = [("prepare", trainer.config.max_step)]
 
     def started(self):
-        self.calls.append(("started", self.run.start_step))
+        self.calls.append(("started", self.run.start.step))
 
     def step_done(self, step, scalars):
         self.calls.append(("step_done", step))
@@ -140,8 +141,40 @@ def test_an_error_of_a_watcher_ends_the_run_with_its_metrics_logged(tmp_path):
     trainer = cfg.instantiate(parent=None)
     failing = Failing.default_config().instantiate()
     trainer.watchers = {**trainer.watchers, "failing": failing}
-    with pytest.raises(ValueError, match="own"):
+    failing.path = "watchers.failing"  # Set with the trainer.
+    with pytest.raises(ValueError, match="own") as raised:
         trainer.run()
+    assert raised.value.__notes__ == [f"Raised by watchers.failing, a {Failing.__qualname__}."]
     assert list(tiny.losses(tmp_path)) == [1]
     assert isinstance(failing.run.error, ValueError)
     assert RunFolder(tmp_path).events()[-1]["error"] == "ValueError: own"
+
+
+class EndsBadly(Recorder):
+    def ended(self):
+        raise UserError("no disk")
+
+
+def test_a_run_whose_watcher_cannot_end_has_failed_and_the_others_end(tmp_path):
+    cfg = tiny.trainer_config(tmp_path, max_step=2, evaler=False).set(checkpointer=None)
+    cfg.watchers = {"first": Recorder.default_config(), "second": EndsBadly.default_config()}
+    trainer = cfg.instantiate(parent=None)
+    with pytest.raises(UserError, match="no disk") as raised:
+        trainer.run()
+    assert one_line(raised.value).startswith("no disk Raised by watchers.second, a EndsBadly.")
+    assert trainer.watchers["first"].calls[-1] == ("ended", raised.value)
+    assert RunFolder(tmp_path).events()[-1]["error"] == "UserError: no disk"
+
+
+class FailsTwice(EndsBadly):
+    def step_done(self, step, scalars):
+        raise ValueError("first")
+
+
+def test_the_first_error_of_a_run_is_that_of_the_run(tmp_path, caplog):
+    cfg = tiny.trainer_config(tmp_path, max_step=2, evaler=False).set(checkpointer=None)
+    cfg.watchers = {"mine": FailsTwice.default_config()}
+    with pytest.raises(ValueError, match="first"):
+        cfg.instantiate(parent=None).run()
+    assert "watchers.mine could not end" in caplog.text
+    assert "no disk" in caplog.text

@@ -9,6 +9,7 @@ import pytest
 
 from docs.generate import ROOT
 from moelib import launch
+from moelib.cli import main
 from moelib.core.config import config_for_function
 from moelib.data.batches.synthetic import SyntheticInput
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
@@ -86,3 +87,17 @@ def test_the_second_command_changes_sizes_and_the_mesh(train_flags):
     assert (cfg.max_step, cfg.model.dim) == (100, 128)
     assert sorted(cfg.mesh_shape)[-2:] == [2, 4]
     cfg.instantiate(parent=None)
+
+
+@pytest.mark.slow  # 156,555 candidates are estimated.
+def test_the_table_of_plan_has_the_figures_that_are_printed(capsys):
+    (page,) = [each.text for each in blocks.blocks("README.md") if "$ moelib plan" in each.text]
+    command, _, *rows = page.splitlines()
+    assert main.run(shlex.split(command)[2:]) == 0
+    cells = lambda line: re.split(r"\s{2,}", line.strip())
+    printed = {
+        tuple(found[:2]): found for x in capsys.readouterr().out.splitlines() if (found := cells(x))
+    }
+    assert len(rows) == 3
+    for row in map(cells, rows):
+        assert set(row) <= set(printed[tuple(row[:2])])

@@ -173,7 +173,8 @@ def test_a_converted_model_is_evaluated_without_an_input(converted, tmp_path):
         ({"max_length": 0}, "max_length is 0"),
         ({"limit": 0}, "limit is 0"),
         ({"model": "runs/t"}, r"'runs/t'.*load_model"),
-        ({"output": "."}, "output . has results"),
+        ({"output": "."}, r"\./results\.json exists; .*\(--output\)"),
+        ({"output": ".", "corpus": ["gone.txt"]}, r"gone\.txt"),
     ],
 )
 def test_invalid_arguments_are_named(arguments, named, model, tmp_path, monkeypatch):

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from experiments import mixtral
+from moelib.huggingface.families import settings_of, tensor_mappings
 from moelib.huggingface.tensor_mapping import (
     Part,
     TensorMapping,
@@ -10,6 +12,7 @@ from moelib.huggingface.tensor_mapping import (
     to_parameter,
     to_tensor,
 )
+from tests.oracles import tensor_names
 
 
 def mapping(view, at=(), **fields):
@@ -45,3 +48,12 @@ def test_back_and_forth_is_the_same(made, shape, shape_of_tensor):
     assert tensor_shape(made, shape) == shape_of_tensor
     theirs = np.random.default_rng(0).normal(size=shape_of_tensor).astype(np.float32)
     np.testing.assert_array_equal(to_tensor(to_parameter(theirs, made, shape), made), theirs)
+
+
+@pytest.mark.parametrize("name", mixtral.named_trainer_configs())
+def test_every_tensor_of_a_published_model_is_its_part_of_its_parameter(name):
+    cfg = mixtral.named_trainer_configs()[name]().model.set(name="model")
+    mappings = tensor_mappings(settings_of(cfg)[0], cfg.instantiate(parent=None))
+    want = set(tensor_names.mixtral(cfg.decoder.num_layers, num_experts=8))
+    assert {(each.tensor, each.path, each.index) for each in mappings} == want
+    assert len(mappings) == len(want)

@@ -24,8 +24,16 @@ def _plant(monkeypatch, module, name, change):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param(None, marks=pytest.mark.slow)])
-def test_right_backends_pass(dtype):
+def test_right_backends_pass(dtype, monkeypatch):
+    compared, compare = [], kernel_check._compare
+    monkeypatch.setattr(
+        kernel_check, "_compare", lambda *args: [compared.append(args[:3]), compare(*args)]
+    )
     kernel_check.check_kernels(dtype)
+    gradients = [("gmm", "xla", f"gradient of {n}") for n in ("down", "rows", "up", "up_bias")]
+    gradients += [("flash_attention", "xla", f"gradient of {name}") for name in "kqv"]
+    values = [(kernel, "xla", "value") for kernel in ("flash_attention", "gmm")]
+    assert sorted(compared) == sorted(gradients + values)
 
 
 @pytest.mark.parametrize(

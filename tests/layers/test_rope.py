@@ -11,7 +11,8 @@ from moelib.layers.rope import (
     yarn_mscale,
 )
 from tests.layers.calling import build, call, normal
-from tests.oracles.attention import rotated
+from tests.oracles import rope
+from tests.oracles.rope import rotated
 
 X = normal(2, 4, 3, 8)
 POSITIONS = np.array([[0, 1, 2, 1000], [7, 3, 0, 2047]])
@@ -45,12 +46,8 @@ def yarn(**settings):
 def test_yarn_slows_the_pairs_that_published_models_slow(settings, dim, ends):
     layer = yarn(**settings)
     np.testing.assert_allclose(layer.ramp_ends(dim), ends, atol=1e-4)
-    plain = settings.get("theta", 150_000.0) ** (-np.arange(dim // 2) * 2 / dim)
-    ratio = plain / np.asarray(layer.frequencies(dim), np.float64)[0]
-    pairs = np.arange(dim // 2)
-    np.testing.assert_allclose(ratio[pairs <= ends[0]], 1, rtol=1e-5)
-    np.testing.assert_allclose(ratio[pairs >= ends[1]], settings.get("factor", 32.0), rtol=1e-5)
-    assert (np.diff(ratio) >= -1e-4).all()
+    want = rope.yarn(dim, layer.config.theta, layer.config.factor, layer.ramp_ends(dim))
+    np.testing.assert_allclose(layer.frequencies(dim)[0], want, rtol=1e-5)
 
 
 DEEPSEEK = {"theta": 10_000.0, "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.707}
@@ -98,29 +95,12 @@ def llama3(**settings):
 @pytest.mark.parametrize("settings", [{}, {"factor": 32.0}, {"low_freq_factor": 2.0}], ids=str)
 def test_llama3_slows_pairs_by_their_wavelength(settings):
     layer = llama3(**settings)
-    factor, low = settings.get("factor", 8.0), settings.get("low_freq_factor", 1.0)
-    kinds, want = [], []
-    for i in range(64):  # Wavelengths in tokens, as the published code has them.
-        frequency = 500_000.0 ** (-i / 64)
-        wavelength = 2 * np.pi / frequency
-        if wavelength < 8192 / 4:
-            kind, slowed = "kept", frequency
-        elif wavelength > 8192 / low:
-            kind, slowed = "slowed", frequency / factor
-        else:
-            smooth = (8192 / wavelength - low) / (4 - low)
-            kind, slowed = "between", (1 - smooth) * frequency / factor + smooth * frequency
-        kinds.append(kind)
-        want.append(slowed)
-    assert set(kinds) == {"kept", "between", "slowed"}
+    sizes = {"factor": 8.0, "original_context": 8192, **settings}
+    want = rope.llama3(128, 500_000.0, **sizes)
+    slower = 500_000.0 ** (-np.arange(64) / 64) / want  # Pairs kept, in between and slowed.
+    assert (slower.min(), slower.max()) == pytest.approx((1, sizes["factor"]))
+    assert ((slower > 1.01) & (slower < 0.99 * sizes["factor"])).any()
     np.testing.assert_allclose(layer.frequencies(128)[0], want, rtol=2e-5)
     x = normal(2, 4, 3, 128)
     got = call(layer, {}, x, POSITIONS)
     np.testing.assert_allclose(np.linalg.norm(got, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-5)
-
-
-@pytest.mark.parametrize("make", [yarn, llama3])
-def test_a_factor_of_one_is_the_plain_embedding(make):
-    scaled = make(factor=1.0)
-    plain = build(RotaryEmbedding.default_config(), theta=scaled.config.theta)
-    np.testing.assert_allclose(scaled.frequencies(64), plain.frequencies(64), rtol=1e-6)

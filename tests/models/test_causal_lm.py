@@ -12,7 +12,6 @@ from moelib.core.precision import cast_parameters
 from moelib.layers.linear import Linear
 from moelib.layers.moe.balance import BiasBalancing
 from moelib.layers.moe.router import Router
-from moelib.parallel.sharding import named_shardings
 from tests import tiny
 from tests.layers.calling import call
 
@@ -29,37 +28,6 @@ def on_one_device() -> Any:
     """Returns (parameters, ((objective, outputs), gradients)) of the model and a packed batch."""
     params = tiny.initial(scan_model())
     return params, tiny.value_and_grad(scan_model(), params, tiny.packed_batch())
-
-
-@pytest.mark.slow  # Verification of a config and layers run on meshes in every run.
-@pytest.mark.parametrize(
-    "axes",
-    [
-        {"data": 8},
-        {"fsdp": 8},
-        {"data": 2, "fsdp": 2, "model": 2},
-        {"expert": 2, "seq": 2, "model": 2},
-    ],
-    ids=str,
-)
-def test_every_mesh_gives_the_values_of_one_device(axes):
-    model, (params, want) = scan_model(), on_one_device()
-    mesh = tiny.mesh(**axes)
-    shardings = named_shardings(model.create_parameter_specs_recursively(), mesh)
-    with jax.set_mesh(mesh):
-        placed = jax.device_put(params, shardings)
-        got = tiny.value_and_grad(model, placed, tiny.packed_batch())
-    tiny.assert_trees_close(got, want)
-
-
-def test_initial_values_do_not_depend_on_the_mesh():
-    model, mesh = scan_model(), tiny.mesh(data=2, fsdp=2, model=2)
-    shardings = named_shardings(model.create_parameter_specs_recursively(), mesh)
-    with jax.set_mesh(mesh):
-        init = jax.jit(model.initialize_parameters_recursively, out_shardings=shardings)
-        placed = init(jax.random.key(0))
-    # Bits drawn are the same; the code that makes a normal of them rounds by its vector width.
-    tiny.assert_trees_close(placed, on_one_device()[0], 2e-7)
 
 
 @functools.partial(jax.jit, static_argnums=0)

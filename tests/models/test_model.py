@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from moelib.core.config import config_for_class
 from moelib.core.errors import UserError
 from moelib.core.module import functional
 from moelib.models.causal_lm import CausalLM
@@ -40,8 +41,23 @@ def test_an_override_that_training_would_ignore_is_refused():
         Hidden.default_config().set(**fields).instantiate(parent=None)
 
 
+class Plain:
+    """A class without a config."""
+
+
 def test_a_layer_that_is_no_model_is_refused(tmp_path):
     cfg = tiny.trainer_config(tmp_path)
     layer = tiny.transformer_layer().set(input_dim=16)
     with pytest.raises(UserError, match=r"model is a TransformerLayer; set a .*model\.Model"):
         cfg.set(model=layer).instantiate(parent=None)
+    with pytest.raises(
+        UserError, match=r"Config\.model=.*a class, expected .*default_config\(\) of Hidden"
+    ):
+        cfg.set(model=Hidden)
+    with pytest.raises(UserError, match=r"model is a Plain; set a .*model\.Model"):
+        cfg.set(model=config_for_class(Plain)).instantiate(parent=None)
+
+
+def test_a_negative_size_of_the_model_is_named():
+    with pytest.raises(UserError, match=r"CausalLM\.Config\.dim=-64: expected int >= 1"):
+        tiny.model_config().set(dim=-64)

@@ -20,6 +20,7 @@ from moelib.models.multi_token_prediction import MultiTokenModule, MultiTokenPre
 from moelib.parallel.sharding import named_shardings
 from tests import tiny
 from tests.models.test_causal_lm import logits
+from tests.oracles.losses import multi_token_labels
 from tests.train.test_pipeline import moe_model, step_of
 
 NUM_DEPTHS = 2
@@ -56,12 +57,7 @@ def test_each_depth_predicts_the_labels_of_the_same_document():
     segments, labels = batch["segment_ids"], batch["target_labels"]
     want = 0.0
     for depth in range(1, NUM_DEPTHS + 1):
-        pairs = zip(segments, labels, strict=True)
-        counted = sum(
-            int(own[i] == own[i + depth] > 0 and label[i + depth] >= 0)
-            for own, label in pairs
-            for i in range(tiny.SEQ_LEN - depth)
-        )
+        counted = (multi_token_labels(labels, segments, depth) >= 0).sum()
         found = metrics[f"depth{depth}_cross_entropy"]
         assert float(found.weight) == counted
         want += 0.3 / NUM_DEPTHS * float(found.mean) * counted / (segments > 0).sum()

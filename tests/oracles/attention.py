@@ -39,11 +39,3 @@ def attention(
         weights = np.exp(scores - most)
         out[b, i, h] = weights @ v[b, seen, group] / (weights.sum() + np.exp(sink - most))
     return out
-
-
-def rotated(x: np.ndarray, positions: Any, theta: float = 1e4) -> np.ndarray:
-    """Returns x [..., Dk] turned by position * theta^(-2i / Dk); i and i + Dk/2 are one pair."""
-    half = x.shape[-1] // 2
-    angles = np.asarray(positions)[..., None] * theta ** (-np.arange(half) / half)
-    pairs = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)
-    return np.concatenate([pairs.real, pairs.imag], -1)

@@ -8,6 +8,7 @@ from moelib.runs.folder import EVENTS_FILE, RunFolder
 from moelib.runs.goodput import CATEGORIES, PRODUCTIVE, carried_over, goodput
 from moelib.train.loop import TrainLoop
 from moelib.train.signals import StopRequest
+from moelib.train.start import Start
 from moelib.train.trainer import SpmdTrainer
 from tests import tiny
 
@@ -64,8 +65,7 @@ def test_incomplete_lines_and_lines_without_a_record_are_skipped(tmp_path):
     cfg = tiny.trainer_config(tmp_path, evaler=False)
     trainer = cfg.clone().instantiate(parent=None)
     account = trainer.watchers["goodput"]
-    trainer.step = 4
-    TrainLoop(trainer, stop=StopRequest())
+    TrainLoop(trainer, Start(step=4), stop=StopRequest())
     account.started()
     assert account.metrics()[PRODUCTIVE] == 2.0
 

@@ -209,9 +209,17 @@ def test_the_config_of_a_checkpoint_replaces_a_missing_file(tmp_path):
 def test_a_changed_file_is_reported_and_not_used(folder, caplog):
     cfg = tiny.trainer_config("somewhere")
     check_directory(cfg, RunFolder(folder), record_of(cfg))
-    edit(folder, "max_step: 8", "max_step: 9")  # As a resume does that accepts it.
-    check_directory(cfg, RunFolder(folder), record_of(cfg))
     assert not caplog.records
+    edit(folder, "learning_rate: 0.02", "learning_rate: 0.3")
+    check_directory(cfg, RunFolder(folder), record_of(cfg))
+    (line,) = (record.message for record in caplog.records)
+    assert "learning_rate is 0.3 in the file, and 0.02 here" in line
+    caplog.clear()
+    warm = changed("learner.optimizer.learning_rate", 0.3)  # A start that takes no step yet.
+    check_directory(warm, RunFolder(folder), record_of(cfg))
+    assert "in the file" not in caplog.text
+    edit(folder, "learning_rate: 0.3", "learning_rate: 0.02")
+    caplog.clear()
     edit(folder, "model.dim: 16", "model.dim: 24")
     check_directory(cfg, RunFolder(folder), record_of(cfg))
     (line,) = (record.message for record in caplog.records)

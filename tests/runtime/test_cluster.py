@@ -108,7 +108,10 @@ def test_addresses_without_a_host_or_port_are_refused(address):
 
 @pytest.mark.parametrize("address", ["[::1]:80", "10.0.0.2:65535", "a-0.a:1234", "node_1:80"])
 def test_addresses_of_a_host_and_a_port_are_accepted(address):
-    Cluster("flags", address, 2, 0).check()
+    job = {"JAX_COORDINATOR_ADDRESS": address, "JAX_PROCESS_ID": "0", "JAX_NUM_PROCESSES": "2"}
+    found = find_cluster(job)
+    found.check()
+    assert (found.coordinator, found.num_processes) == (address, 2)
 
 
 def test_a_number_that_is_none_is_named():

@@ -2,6 +2,7 @@
 
 import builtins
 import contextlib
+import threading
 
 import pytest
 
@@ -39,12 +40,31 @@ def test_an_object_that_grows_is_uploaded_by_flush_and_close(s3):
         file.write(b"one\n")
         assert not storage.exists(url)
         file.flush_soon()
-        file._upload.result()
+        file._uploads[0].result()
         assert storage.read_bytes(url) == b"one\n"
         file.write(b"two\n")
     with storage.open_to_append(url) as file:
         file.write(b"three\n")
     assert storage.read_bytes(url) == b"one\ntwo\nthree\n"
+
+
+def test_a_flush_during_an_upload_follows_it(s3, monkeypatch):
+    url, going_on, write_bytes = f"{s3}/run/lines", threading.Event(), storage.write_bytes
+
+    def slow(path, data):
+        assert going_on.wait(60)
+        write_bytes(path, data)
+
+    monkeypatch.setattr(storage, "write_bytes", slow)
+    with storage.open_to_append(url) as file:
+        for line in (b"one\n", b"two\n", b"three\n"):
+            file.write(line)
+            file.flush_soon()
+        uploads = list(file._uploads)
+        assert len(uploads) == 2
+        going_on.set()
+        uploads[-1].result()
+        assert storage.read_bytes(url) == b"one\ntwo\nthree\n"
 
 
 def test_a_failed_upload_is_raised_by_the_next(s3, monkeypatch):
@@ -54,7 +74,7 @@ def test_a_failed_upload_is_raised_by_the_next(s3, monkeypatch):
     file.write(b"one\n")
     file.flush_soon()
     with contextlib.suppress(OSError):
-        file._upload.result()
+        file._uploads[0].result()
     with pytest.raises(FileNotFoundError, match="-missing/lines"):
         file.flush_soon()
     with pytest.raises(FileNotFoundError, match="-missing/lines"):

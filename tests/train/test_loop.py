@@ -13,6 +13,7 @@ import pytest
 from moelib.train.loop import TrainLoop
 from moelib.train.metrics import pack, unpack
 from moelib.train.signals import StopRequest
+from moelib.train.start import Start
 from moelib.train.watcher import Activity
 from tests import tiny
 
@@ -54,7 +55,7 @@ def test_host_work_per_step_is_small_and_does_not_grow_with_the_metrics(tmp_path
     monkeypatch.setattr(TrainLoop, "_next_batch", lambda self, feed: {})
     try:
         with jax.set_mesh(trainer.mesh()):
-            TrainLoop(trainer, stop=StopRequest()).run()
+            TrainLoop(trainer, Start(), stop=StopRequest()).run()
     finally:
         sys.setprofile(None)
     assert np.median([calls[step] for step in range(5, 25)]) < 50  # Python calls.
@@ -67,7 +68,7 @@ def test_each_step_is_checked_while_the_next_one_runs(tmp_path, monkeypatch):
 
     def checked(self):
         if self._pending is not None:
-            order.append(f"check {self._pending[0]}")
+            order.append(f"check {self.step}")
         check(self)
 
     tiny.after_each_step(trainer, lambda _: order.append(f"step {trainer.step}"))

@@ -73,6 +73,11 @@ def test_numbers_below_1_are_refused_when_they_are_set(cfg, name):
         set_from_text(cfg, f"{name}=0")
 
 
+def test_a_change_that_cannot_be_accepted_is_refused_when_it_is_set(cfg):
+    with pytest.raises(UserError, match=r"accept_changes=\['data'\]: .*'schedule', 'train_dtype'"):
+        cfg.set(accept_changes=["data"])
+
+
 @pytest.mark.parametrize("path", ["input", "evalers.val.input"])
 def test_vocabulary_of_an_input_beyond_the_models_is_refused(cfg, path):
     set_from_text(cfg, f"{path}.vocab_size=33")

@@ -143,10 +143,7 @@ def test_resumed_on_four_of_eight_devices_agrees(unbroken, tmp_path, monkeypatch
     four = jax.devices()[:4]
     monkeypatch.setattr(jax, "devices", lambda *args: four)
     run(tiny.trainer_config(tmp_path, mesh_shape=(1, 1, 1, 4, 1, 1)))
-    losses, expected = tiny.losses(tmp_path), tiny.losses(unbroken[0])
-    assert losses.keys() == expected.keys()
-    for step, loss in losses.items():
-        assert loss == pytest.approx(expected[step], abs=1e-5)
+    assert tiny.losses(tmp_path) == pytest.approx(tiny.losses(unbroken[0]), abs=1e-5)
 
 
 def test_initial_values_do_not_depend_on_the_mesh(tmp_path):

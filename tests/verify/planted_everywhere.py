@@ -1,7 +1,7 @@
 """Bugs that are wrong on one device too: each replaces one function of moelib.
 
 Letters are those of the groups of checks: a references of layers, b gradients, c the same step in
-another form, d the learner, e data, f casts and checkpoints.
+another form, d the learner, e data, f casts and checkpoints; g bugs that the oracles find.
 """
 
 import dataclasses
@@ -17,19 +17,21 @@ from moelib.core.config import config_for_function
 from moelib.core.param import Cast
 from moelib.data.batches import lm_input, mixture, packing
 from moelib.data.batches.prefetch import Prefetcher
-from moelib.layers import initializers, norm, transformer
+from moelib.huggingface import tensor_mapping
+from moelib.layers import initializers, norm, rope, transformer
 from moelib.layers.attention.latent import LatentAttention
 from moelib.layers.feed_forward import FeedForward
 from moelib.layers.moe import dispatch
 from moelib.layers.moe import layer as moe_layer
-from moelib.layers.moe.balance import BalanceScope, BiasBalancing, LoadBalanceLoss, RouterZLoss
-from moelib.layers.moe.dispatch import Dispatcher, SortedDispatcher
-from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
+from moelib.layers.moe.balance import BiasBalancing, LoadBalanceLoss, RouterZLoss
+from moelib.layers.moe.dispatch import SortedDispatcher
 from moelib.layers.moe.router import Router
 from moelib.layers.remat import remat
 from moelib.layers.transformer import ScanStack, TransformerLayer
 from moelib.learner import schedules, transforms
 from moelib.learner.optimizers import adamw_optimizer
+from moelib.models import loss as loss_module
+from moelib.models import multi_token_prediction
 from moelib.models.causal_lm import CausalLM
 from moelib.train import loop
 from moelib.train import step as step_module
@@ -39,15 +41,13 @@ from tests.tiny import model_config, plain_moe, stacked, trainer_config, transfo
 from tests.verify.bugs import Bug, replaces
 
 
-def rich(
-    scope: BalanceScope = BalanceScope.MICRO_BATCH, dispatcher: type[Dispatcher] = SortedDispatcher
-) -> SpmdTrainer.Config:
-    """Returns a tiny trainer that uses every feature that a bug is planted in, but for fields."""
+def rich() -> SpmdTrainer.Config:
+    """Returns a tiny trainer that uses every feature that a bug is planted in."""
     feed_forward = plain_moe(
         router=Router.default_config().set(bias_balancing=BiasBalancing.default_config()),
-        dispatcher=dispatcher.default_config(),
+        dispatcher=SortedDispatcher.default_config(),
         shared_experts=FeedForward.default_config().set(hidden_dim=8),
-        load_balance_loss=LoadBalanceLoss.default_config().set(weight=0.1, scope=scope),
+        load_balance_loss=LoadBalanceLoss.default_config().set(weight=0.1),
         router_z_loss=RouterZLoss.default_config().set(weight=0.03),
         report_expert_counts=True,
     )
@@ -83,11 +83,6 @@ def rich(
     cfg.input.set(seq_len=32, vocab_size=64)
     cfg.input.source.set(num_documents=60, max_document_tokens=32)
     return cfg.set(num_microbatches=2)
-
-
-def with_capacity() -> SpmdTrainer.Config:
-    """Returns the tiny trainer with experts that drop tokens."""
-    return rich(dispatcher=CapacityDispatcher)
 
 
 # -- a: references of layers -----------------------------------------------------------------------
@@ -309,6 +304,52 @@ def checkpoint_with_two_layers_swapped(known, self, state, record):
     swap = lambda x: x[::-1] if x.ndim > 1 and x.shape[0] == 2 else x
     swapped = lambda x: jax.device_put(swap(x), x.sharding)
     known(self, state._replace(model=jax.tree.map(swapped, state.model)), record)
+
+
+# -- g: of layers, losses, schedules and names; found by tests against oracles ---------------------
+
+
+@replaces(rope.YarnRotaryEmbedding, "frequencies")
+def fastest_pair_slowed_too(known, self, dim):
+    return known(self, dim).at[:, 0].divide(self.config.factor)
+
+
+@replaces(loss_module, "cross_entropy")
+def z_loss_of_half_its_weight(known, *args, z_loss, **rest):
+    return known(*args, z_loss=z_loss / 2, **rest)
+
+
+@replaces(moe_layer, "router_z_loss")
+def router_z_loss_of_padding_too(known, logits, mask):
+    return known(logits, jnp.ones_like(mask))
+
+
+@replaces(moe_layer, "load_balance_loss")
+def balance_of_this_micro_batch_alone(known, probs, ids, mask, *unused):
+    return known(probs, ids, mask)
+
+
+@replaces(multi_token_prediction, "_ahead")
+def every_depth_predicts_the_second_token(known, x, num):
+    return known(x, min(num, 1))
+
+
+@replaces(schedules, "wsd")
+def rate_of_the_step_before(known, *args, **options):
+    return lambda step: known(*args, **options)(step - 1)
+
+
+@replaces(FeedForward, "_create_layer_parameter_specs")
+def fan_out_for_fan_in(known, self):
+    swapped = lambda axes: dataclasses.replace(axes, in_axis=axes.out_axis, out_axis=axes.in_axis)
+    changed = lambda spec: dataclasses.replace(spec, fan_axes=swapped(spec.fan_axes))
+    return {name: changed(spec) for name, spec in known(self).items()}
+
+
+@replaces(tensor_mapping, "layer_numbers")
+def layers_in_the_order_of_their_names(known, decoder):
+    for name, numbers in known(decoder):
+        yield name, sorted(numbers, key=str)
 
 
 BUGS = [each for each in list(globals().values()) if isinstance(each, Bug) and each.expected]

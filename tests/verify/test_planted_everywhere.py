@@ -13,6 +13,11 @@ from moelib.train.settings import completed
 from moelib.verify import data_checks
 from moelib.verify.outcome import CheckFailedError, Status
 from moelib.verify.run import run_checks
+from tests.huggingface import test_tensor_mapping
+from tests.layers import test_initializers, test_rope
+from tests.layers.moe import test_layer
+from tests.learner import test_schedules
+from tests.models import test_loss, test_multi_token_prediction
 from tests.oracles.packing import check_epochs, check_mixture
 from tests.verify import planted_everywhere as planted
 
@@ -25,9 +30,8 @@ def test_each_bug_is_found_by_the_check_nearest_to_it(bug, monkeypatch):
     on_mesh = "cast" in bug.name or bug.expected == "bfloat16"
     axes = [{"expert": 2}] if on_mesh else []
     devices = jax.devices()[: 1 + len(axes)]
-    cfg = (bug.config or planted.rich)()
     with tempfile.TemporaryDirectory() as folder:
-        found = list(run_checks(cfg, axes, devices, folder))[-1]
+        found = list(run_checks(planted.rich(), axes, devices, folder))[-1]
     assert found.status is Status.FAILED, found
     assert found.check == bug.expected
     jax.clear_caches()
@@ -91,6 +95,53 @@ def test_the_oracle_finds_wrong_mixtures(bug, monkeypatch):
     bug.plant(monkeypatch)
     with pytest.raises(AssertionError, match=r"^input: .*mixture"):
         check_mixture(completed(known(source=a_mixture()).config).input)
+
+
+OF_TESTS = [
+    (
+        planted.fastest_pair_slowed_too,
+        test_rope.test_yarn_slows_the_pairs_that_published_models_slow,
+        ({"truncate": False}, 64, (8.0928, 17.3980)),
+    ),
+    (
+        planted.z_loss_of_half_its_weight,
+        test_loss.test_sums_are_over_the_tokens_that_count,
+        (0.5, True),
+    ),
+    *(
+        (bug, test_layer.test_auxiliary_losses_are_those_of_all_assignments_of_the_global_batch, ())
+        for bug in (planted.router_z_loss_of_padding_too, planted.balance_of_this_micro_batch_alone)
+    ),
+    (
+        planted.every_depth_predicts_the_second_token,
+        test_multi_token_prediction.test_each_depth_predicts_the_labels_of_the_same_document,
+        (),
+    ),
+    (
+        planted.rate_of_the_step_before,
+        test_schedules.test_flame_recipe_equals_that_of_megatron,
+        (2121,),
+    ),
+    (
+        planted.fan_out_for_fan_in,
+        test_initializers.test_weights_start_with_a_variance_of_one_over_their_number_of_terms,
+        (),
+    ),
+    (
+        planted.layers_in_the_order_of_their_names,
+        test_tensor_mapping.test_every_tensor_of_a_published_model_is_its_part_of_its_parameter,
+        ("mixtral-8x7b",),
+    ),
+]
+
+
+@pytest.mark.parametrize(("bug", "test", "arguments"), OF_TESTS)
+def test_tests_against_oracles_find_bugs(bug, test, arguments, monkeypatch):
+    jax.clear_caches()
+    bug.plant(monkeypatch)
+    with jax.numpy_dtype_promotion("strict"), pytest.raises(AssertionError):
+        test(*arguments)
+    jax.clear_caches()
 
 
 def test_right_batches_pass():

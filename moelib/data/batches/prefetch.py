@@ -119,6 +119,7 @@ class Prefetcher[T](Iterator[T]):
         if min(num_batches, num_retries) < 0:
             raise UserError(f"num_batches={num_batches}, {num_retries=}: set 0 or more.")
         self._batches, self._put = batches, put
+        self.can_seek = batches.can_seek
         self._state = self._read_state = batches.state()
         self._num_retries, self._closing, self._ident = num_retries, threading.Event(), 0
         self._thread = ThreadPoolExecutor(1, "prefetch")

@@ -1,6 +1,8 @@
 """The tokenizer of a corpus: a BPE trained on a sample of the documents that are not held out."""
 
+import contextlib
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
@@ -11,6 +13,7 @@ from moelib.data.sources.files import text_pieces
 from moelib.data.sources.source import BadRecords, Source
 from moelib.data.tokens.token_store import check_splits, split_of_documents
 from moelib.data.tokens.tokenizer import Tokenizer, train_bpe
+from moelib.runtime.lock import directory_lock
 
 
 def corpus_tokenizer(
@@ -38,31 +41,49 @@ def corpus_tokenizer(
         flag: Name of the setting in the message about another size.
 
     Raises:
+        DirectoryInUseError: If another process trains it.
         UserError: If there is no text, or the tokenizer is of another size.
     """
-    is_new = not os.path.exists(path)
-    if not is_new:
-        tokenizer = Tokenizer.default_config().set(path=path).instantiate()
-    else:
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        if splits is None or len(splits) == 1 or "train" not in splits:
-            texts = sample_documents(source, num_bytes)
-        else:
-            total = sum(part.num_bytes for part in source.parts())
-            share = num_bytes / max(splits["train"] * total, 1)
-            texts = spread(documents_of_split(source, splits, "train", split_seed), share)
-        tokenizer = train_bpe(texts, vocab_size, path)
+    trained: Tokenizer | None = None
+    if not os.path.exists(path):
+        with _locked(path):
+            if not os.path.exists(path):  # Another process may have just trained it.
+                texts = _texts(source, num_bytes, splits, split_seed)
+                trained = train_bpe(texts, vocab_size, path)
+    tokenizer = trained or Tokenizer.default_config().set(path=path).instantiate()
     found = tokenizer.vocab_size
     if found != vocab_size and not (allow_fewer and found < vocab_size):
         little = ", or there was too little text for more" if found < vocab_size else ""
         reason = f"it was trained for another size{little}; delete the file to train it again"
-        if is_new:
+        if trained:
             reason = "the text has no more; delete the file to train it on more text"
         raise UserError(
             f"{path} has {found} tokens, and {flag} is {vocab_size}: {reason}, or set {flag} to "
             f"{found}."
         )
     return tokenizer
+
+
+@contextlib.contextmanager
+def _locked(path: str) -> Iterator[None]:
+    """Locks the training of the tokenizer at `path` for the body."""
+    folder = f"{path}.partial"
+    with directory_lock(folder, setting="output_dir (--output)"):
+        try:
+            yield
+        finally:
+            shutil.rmtree(folder)
+
+
+def _texts(
+    source: Source, num_bytes: int, splits: Mapping[str, float] | None, split_seed: int
+) -> Iterator[str]:
+    """Yields the texts to train on, some `num_bytes` of them."""
+    if splits is None or len(splits) == 1 or "train" not in splits:
+        return sample_documents(source, num_bytes)
+    total = sum(part.num_bytes for part in source.parts())
+    share = num_bytes / max(splits["train"] * total, 1)
+    return spread(documents_of_split(source, splits, "train", split_seed), share)
 
 
 def documents_of_split(

@@ -13,6 +13,7 @@ import logging
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -253,11 +254,34 @@ def _tokenize(
     else:
         finished = _in_processes(jobs, min(num_processes, len(todo)), tokenizer.eos_token)
     show = Progress("prepare", total, start=total - left, unit="B", seconds_between_lines=10.0)
-    with show as progress:
+    with _sigterm_ends_workers(), show as progress:
         for index, result in finished:
             results[index] = result
             progress.advance(parts[index].num_bytes)
     return [results[index] for index in found]
+
+
+@contextlib.contextmanager
+def _sigterm_ends_workers() -> Iterator[None]:
+    """Ends the worker processes at SIGTERM, and this one as an exit, which frees what they share.
+
+    Does nothing in a thread, or if the program has its own handler.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        for worker in multiprocessing.active_children():
+            worker.terminate()
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 _Job = tuple[str, int, Part, PartOptions]

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from moelib.core.config import REQUIRED, InstantiableConfig, Required, config_class
+from moelib.core.config_types import PositiveInt
 from moelib.core.errors import UserError
 from moelib.core.param import ParameterSpec
 from moelib.core.tree import Nested
@@ -41,9 +42,9 @@ class MoELayer(BaseLayer):
     @config_class
     class Config(BaseLayer.Config):
         input_dim: Required[int] = REQUIRED  # D.
-        hidden_dim: Required[int] = REQUIRED  # F, of each expert.
-        num_experts: Required[int] = REQUIRED  # E.
-        num_experts_per_token: Required[int] = REQUIRED  # K.
+        hidden_dim: Required[PositiveInt] = REQUIRED  # F, of each expert.
+        num_experts: Required[PositiveInt] = REQUIRED  # E.
+        num_experts_per_token: Required[PositiveInt] = REQUIRED  # K.
         router: BaseLayer.Config = Router.default_config()  # Selects experts and their weights.
         # Moves tokens to experts and back; see moelib.layers.moe.dispatch.
         dispatcher: InstantiableConfig = RaggedDispatcher.default_config()

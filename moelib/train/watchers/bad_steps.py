@@ -19,6 +19,7 @@ from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.learner.transforms import skip_bad_steps
 from moelib.runs.course import course_of
+from moelib.runtime.distributed import describe_processes
 from moelib.runtime.processes import on_process_0
 from moelib.train.failures import BadStepError, last_good, non_finite_error
 from moelib.train.metrics import NON_FINITE
@@ -84,6 +85,8 @@ class BadSteps(Watcher):
 
     def started(self) -> None:
         """Continues with the log of the run."""
+        mesh = self.run.mesh
+        self._devices = describe_processes(mesh) or [str(device) for device in mesh.devices.flat]
         self.resume(self.run.step, course_of(self.run.folder))
 
     def step_done(self, step: int, scalars: Scalars) -> Scalars:
@@ -93,9 +96,7 @@ class BadSteps(Watcher):
         if event is None:
             return scalars
         if event["event"] == SUSPECTED:
-            devices = [str(device) for device in run.mesh.devices.flat]
-            # No collective of its own, as the next step is running.
-            event["devices"] = run.description.splitlines()[:-1] or devices
+            event["devices"] = self._devices  # No collective here, as the next step is running.
         if event["event"] != BAD_STEP:
             run.note(**event)
             run.print(describe(event))

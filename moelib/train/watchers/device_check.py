@@ -54,7 +54,7 @@ class DeviceCheck(Watcher):
     def started(self) -> None:
         """Begins with the devices of the run; the first results are those that later ones equal."""
         self.use(self.run.mesh)
-        self._good_step = self.run.start_step  # The last step without a difference.
+        self._good_step = self.run.start.step  # The last step without a difference.
         self._checked_step: int | None = None
 
     def use(self, mesh: jax.sharding.Mesh) -> None:

@@ -44,14 +44,14 @@ class Goodput(Watcher):
                 lines = [
                     x for x in read_metrics(run.metrics_path, ("time", *NAMES)) if PRODUCTIVE in x
                 ]
-                self._carried = carried_over(run.folder.events(), lines, run.step, run.began)
+                self._carried = carried_over(run.folder.events(), lines, run.step, run.start.began)
             except (OSError, UserError) as error:
                 logger.error("GOODPUT excludes the earlier starts: %s.", error)
         self._log("restored", seconds=round(self._restore_seconds, 3))
 
     @property
     def _restore_seconds(self) -> float:
-        return self.run.restore_seconds if self.run.start_step else 0.0
+        return self.run.start.restore_seconds if self.run.start.step else 0.0
 
     def step_done(self, step: int, scalars: Scalars) -> Scalars:
         """Adds `goodput` and the seconds of the run up to now, if the step is logged."""
@@ -84,7 +84,7 @@ class Goodput(Watcher):
         parts |= {RESTORE: self._restore_seconds, COMPILATION: run.compile_seconds}
         for name, seconds in parts.items():
             found[name] += seconds
-        found[STARTUP] += max(time.time() - run.began - sum(parts.values()), 0.0)
+        found[STARTUP] += max(time.time() - run.start.began - sum(parts.values()), 0.0)
         return with_share(found)
 
     def _log(self, event: str, **fields: Any) -> None:

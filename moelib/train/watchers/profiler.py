@@ -8,8 +8,6 @@ from typing import Any
 
 import jax
 
-from moelib.core.config import config_class
-from moelib.core.config_types import PositiveInt
 from moelib.core.errors import UserError
 from moelib.runtime import storage
 from moelib.train.watcher import Watcher
@@ -18,47 +16,38 @@ logger = logging.getLogger(__name__)
 
 
 class ProfilerWindow(Watcher):
-    """Traces windows of steps into `<dir>/profile`.
+    """Traces windows of steps, the trainer's `start_trace_steps`, into `<dir>/profile`.
 
     TensorBoard's profile plugin and Perfetto (`perfetto_trace.json.gz`) show the traces.
     """
 
-    @config_class
-    class Config(Watcher.Config):
-        start_steps: Sequence[PositiveInt] = ()  # Steps before which a trace starts.
-        num_steps: PositiveInt = 3  # Steps per trace.
-
-    def __init__(self, cfg: Config) -> None:
-        """Checks the settings. Raises UserError if traces overlap."""
-        super().__init__(cfg)
-        num_steps = self.config.num_steps
-        for a, b in itertools.pairwise(sorted(self.config.start_steps)):
-            if b < a + num_steps:
-                raise UserError(
-                    f"start_trace_steps: the traces of {num_steps} steps from {a} and from {b} "
-                    f"overlap; leave {num_steps} steps or more between them."
-                )
-        self._until: int | None = None  # Last step of the current trace.
-
     def prepare(self, trainer: Any) -> None:
-        """Raises UserError if traces cannot be written; warns of those after the last step."""
-        directory, max_step = trainer.config.dir, trainer.config.max_step
-        if self.config.start_steps and storage.is_remote(directory):
+        """Takes the steps to trace; warns of those after the last step.
+
+        Raises:
+            UserError: If traces overlap, or cannot be written.
+        """
+        cfg = trainer.config
+        self._starts, self._num_steps = sorted(cfg.start_trace_steps), cfg.num_trace_steps
+        self._folder = os.path.join(cfg.dir, "profile")
+        self._until: int | None = None  # Last step of the current trace.
+        for a, b in itertools.pairwise(self._starts):
+            if b < a + self._num_steps:
+                raise UserError(
+                    f"start_trace_steps: the traces of {self._num_steps} steps from {a} and from "
+                    f"{b} overlap; leave {self._num_steps} steps or more between them."
+                )
+        if self._starts and storage.is_remote(cfg.dir):
             raise UserError(
-                f"start_trace_steps is {list(self.config.start_steps)}, but dir is {directory!r}: "
-                "traces are written to local folders; set dir to one in a run that is traced."
+                f"start_trace_steps is {self._starts}, but dir is {cfg.dir!r}: traces are written "
+                "to local folders; set dir to one in a run that is traced."
             )
-        if late := [step for step in self.config.start_steps if step > max_step]:
+        if late := [step for step in self._starts if step > cfg.max_step]:
             logger.warning(
                 "start_trace_steps %s: no trace begins there, because max_step is %d.",
                 late,
-                max_step,
+                cfg.max_step,
             )
-
-    @property
-    def directory(self) -> str:
-        """The folder of the traces."""
-        return os.path.join(self.run.config.dir, "profile")
 
     def started(self) -> None:
         """Starts a trace if one is due before the first step."""
@@ -77,15 +66,15 @@ class ProfilerWindow(Watcher):
 
     def rows(self) -> Sequence[tuple[str, str]]:
         """Returns the row with the folder of the traces."""
-        return [("traces", self.directory)] if self.config.start_steps else []
+        return [("traces", self._folder)] if self._starts else []
 
     def _start(self, step: int) -> None:
-        if step in self.config.start_steps and self._until is None:
-            jax.profiler.start_trace(self.directory)
-            self._until = step + self.config.num_steps - 1
+        if step in self._starts and self._until is None:
+            jax.profiler.start_trace(self._folder)
+            self._until = step + self._num_steps - 1
 
     def _stop(self) -> None:
         if self._until is not None:
             self._until = None
             jax.profiler.stop_trace()
-            logger.info("Wrote a trace to %s", self.directory)
+            logger.info("Wrote a trace to %s", self._folder)

@@ -27,7 +27,7 @@ class Watchdog(Watcher):
     @config_class
     class Config(Watcher.Config):
         # Seconds without a step before stacks are printed; None for never.
-        timeout_seconds: PositiveFloat | None = 1800.0
+        timeout_seconds: PositiveFloat | None = None
         # Seconds before the process exits with status 87, so that a supervisor can restart it; None
         # for never.
         crash_timeout_seconds: PositiveFloat | None = None

@@ -24,6 +24,7 @@ from moelib.data.tokens.prepare import prepare
 from moelib.data.tokens.token_source import InMemoryTokens
 from moelib.data.tokens.token_store import TokenStore
 from moelib.data.tokens.tokenizer import ByteTokenizer
+from tests.oracles.packing import check_epochs
 
 LENGTHS = [1, 2, 40, 9, 8, 17, 3, 3, 1, 25, 16, 2, 31, 5]
 
@@ -57,25 +58,13 @@ def _all_pairs(documents: list[list[int]]) -> Counter[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("packing", list(Packing))
-@pytest.mark.parametrize("seq_len", [5, 16, 64])
-def test_an_evaluation_has_every_target_once(packing, seq_len):
-    cfg = _config(packing=packing, seq_len=seq_len, mode=InputMode.EVALUATE, seed=3)
-    lm_input = cfg.instantiate()
-    batches = list(lm_input.iterator())
-    assert len(batches) == lm_input.num_batches
-    assert {batch["input_ids"].shape for batch in batches} == {(4, seq_len)}
-    assert _pairs(batches) == _all_pairs(_documents())
-
-
-@pytest.mark.parametrize("packing", list(Packing))
-def test_training_repeats_every_target_once_an_epoch_in_another_order(packing):
-    lm_input = _config(packing=packing, global_batch_size=1).instantiate()
-    rows = lm_input.sequences_per_epoch
-    epochs = [[lm_input.batch(e * rows + i) for i in range(rows)] for e in range(3)]
-    for epoch in epochs:
-        assert _pairs(epoch) == _all_pairs(_documents())
-    orders = {tuple(batch["input_ids"][0, 0] for batch in epoch) for epoch in epochs}
-    assert len(orders) == 3
+@pytest.mark.parametrize("seq_len", [1, 5, 16, 64])
+def test_an_epoch_and_an_evaluation_have_every_target_once(packing, seq_len):
+    cfg = _config(packing=packing, seq_len=seq_len, seed=3)
+    check_epochs(cfg)
+    lm_input = cfg.set(mode=InputMode.EVALUATE).instantiate()
+    shapes = [batch["input_ids"].shape for batch in lm_input.iterator()]
+    assert shapes == [(4, seq_len)] * lm_input.num_batches
 
 
 def test_arrays_have_the_stated_shapes():
@@ -245,10 +234,13 @@ def test_data_that_do_not_fit_the_settings_are_refused(fields, message):
 
 
 def test_data_that_just_fit_the_settings_are_taken():
-    _config(seq_len=39, long_documents=LongDocuments.ERROR).instantiate()
-    _config(seq_len=sum(LENGTHS)).instantiate()
-    _config(seq_len=1000, mode=InputMode.EVALUATE).instantiate()  # A small split is padded.
-    _config(vocab_size=1000).instantiate()
+    whole = _config(seq_len=39, long_documents=LongDocuments.ERROR).instantiate()
+    assert _pairs([whole.batch(0)]).total() > 0
+    all_pairs = sum(LENGTHS) - len(LENGTHS)
+    padded = _config(seq_len=1000, mode=InputMode.EVALUATE).instantiate()  # A small split.
+    assert (padded.num_batches, _pairs([padded.batch(0)]).total()) == (1, all_pairs)
+    assert _config(seq_len=sum(LENGTHS)).instantiate().sequences_per_epoch == 1
+    assert _config(vocab_size=1000).instantiate().batch(0)["input_ids"].max() <= 999
 
 
 def test_an_epoch_is_planned_ahead_in_a_thread(monkeypatch):

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from moelib.data.sources.source import InMemorySource
@@ -10,6 +12,7 @@ from moelib.data.tokens.corpus_tokenizer import (
 )
 from moelib.data.tokens.prepare import prepare
 from moelib.data.tokens.tokenizer import ByteTokenizer
+from moelib.runtime.lock import DirectoryInUseError, directory_lock
 
 TEXTS = [f"text number {i}" for i in range(200)]
 
@@ -29,6 +32,17 @@ def test_a_tokenizer_is_trained_once_and_one_of_another_size_is_refused(tmp_path
     for size, allow_fewer in ((280, False), (260, True)):
         with pytest.raises(ValueError, match=rf"270 tokens.*--size.*{size}:.*--size"):
             corpus_tokenizer(_source(TEXTS), size, path, allow_fewer=allow_fewer, flag="--size")
+
+
+def test_two_processes_do_not_train_the_same_tokenizer(tmp_path):
+    path = str(tmp_path / "tokenizer.json")
+    with (
+        directory_lock(f"{path}.partial", setting="output_dir"),
+        pytest.raises(DirectoryInUseError, match=rf"process {os.getpid()} .*--output"),
+    ):
+        corpus_tokenizer(_source(TEXTS), 270, path)
+    corpus_tokenizer(_source(TEXTS), 270, path)
+    assert os.listdir(tmp_path) == ["tokenizer.json"]
 
 
 def test_a_text_with_too_few_tokens_is_told_from_another_size(tmp_path):

@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from moelib.data.tokens.prepare import prepare
 from moelib.data.tokens.token_store import TokenStore
 from moelib.data.tokens.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer, train_bpe
 from moelib.runtime.lock import DirectoryInUseError, directory_lock
+from tests.python_process import finish, start
 
 TEXTS = [f"Text number {i}, " * (1 + i % 5) for i in range(40)]
 
@@ -94,6 +96,39 @@ def test_a_worker_that_dies_is_noticed(tmp_path):
     source = _DeadlySource.default_config().instantiate()
     with pytest.raises(UserError, match="num_processes below 2"):
         _prepare(source, tmp_path / "store", num_processes=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class _EndlessPart(_DeadlyPart):
+    def documents(self, bad_records: BadRecords | None = None) -> Iterator[str]:
+        if multiprocessing.parent_process() is not None:
+            pathlib.Path(self.name).touch()
+            time.sleep(600)
+        yield "text"
+
+
+class _EndlessSource(_DeadlySource):
+    def parts(self) -> Sequence[Part]:
+        return [_EndlessPart("a"), _EndlessPart("b")]
+
+
+def prepare_endlessly(folder: str) -> None:
+    """Prepares in two processes, which create the files a and b and never end."""
+    os.chdir(folder)
+    _prepare(_EndlessSource.default_config().instantiate(), "store", num_processes=2)
+
+
+def test_sigterm_ends_workers_and_prints_nothing(tmp_path):
+    command = f"import {__name__} as x; x.prepare_endlessly({str(tmp_path)!r})"
+    process = start("-c", command)
+    deadline = time.monotonic() + 120
+    while not all((tmp_path / name).exists() for name in "ab"):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.terminate()
+    ((_, errors),) = finish(process, code=143)
+    assert errors == ""
 
 
 def test_empty_documents_and_bad_records_are_counted(tmp_path):

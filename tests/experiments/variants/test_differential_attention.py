@@ -16,8 +16,8 @@ from moelib.train.pipeline import stack_of
 from tests import tiny
 from tests.experiments.variants.compare import assert_equal_to_reference
 from tests.layers.calling import build, initial, normal
-from tests.oracles.attention import rotated
-from tests.oracles.moe import softmax
+from tests.oracles.attention import attention
+from tests.oracles.rope import rotated
 
 B, S, D, H, G, Dh = 2, 7, 6, 8, 4, 4
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 0]], np.int32)
@@ -29,28 +29,20 @@ CFG = DifferentialAttention.default_config().set(
 
 
 def reference(p, x, lambda_init):
-    """Returns equations 1 to 3, one pair of heads after another."""
+    """Returns equations 1 to 3: the first heads of pairs less the second ones."""
     q = rotated(np.einsum("bsd,dhk->bshk", x, p["q"]), POSITIONS[..., None])
     kv = np.einsum("bsd,dngk->bsngk", x, p["kv"])
-    k, v = rotated(kv[:, :, 0], POSITIONS[..., None]), kv[:, :, 1]
+    k = rotated(kv[:, :, 0], POSITIONS[..., None])
+    values, scale = kv[:, :, 1].reshape(B, S, G // 2, 2 * Dh), Dh**-0.5
     products = (p[f"lambda_q{i}"] @ p[f"lambda_k{i}"] for i in (1, 2))
     first, second = map(np.exp, products)
     lam = first - second + lambda_init
-    seen = np.tril(np.ones((S, S), bool)) & (SEGMENTS[:, :, None] == SEGMENTS[:, None])
-    out = np.zeros((B, S, D))
-    for pair in range(H // 2):
-        of = pair // (H // G)  # The pair of keys and the value.
-        maps = []
-        for i in (0, 1):
-            scores = q[:, :, 2 * pair + i] @ k[:, :, 2 * of + i].swapaxes(1, 2) / np.sqrt(Dh)
-            maps.append(softmax(np.where(seen, scores, -np.inf)))
-        value = np.concatenate([v[:, :, 2 * of], v[:, :, 2 * of + 1]], -1)  # [B, S, 2 Dh]
-        head = (maps[0] - lam * maps[1]) @ value
-        head = head / np.sqrt((head**2).mean(-1, keepdims=True) + 1e-5) * p["head_norm"]["scale"]
-        head = (1 - lambda_init) * head
-        for i in (0, 1):
-            out += head[..., i * Dh : (i + 1) * Dh] @ p["output"][2 * pair + i]
-    return out
+    heads = attention(*(q[:, :, 0::2], k[:, :, 0::2], values), scale=scale, segment_ids=SEGMENTS)
+    other = attention(*(q[:, :, 1::2], k[:, :, 1::2], values), scale=scale, segment_ids=SEGMENTS)
+    heads = heads - lam * other  # [B, S, H/2, 2 Dh]
+    norm = np.sqrt((heads**2).mean(-1, keepdims=True) + 1e-5)
+    heads = (1 - lambda_init) * heads / norm * p["head_norm"]["scale"]
+    return np.einsum("bshk,hkd->bsd", heads, p["output"].reshape(H // 2, 2 * Dh, D))
 
 
 def test_values_and_gradients_are_those_of_the_equations():

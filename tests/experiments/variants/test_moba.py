@@ -11,8 +11,8 @@ from moelib.core.module import functional
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from tests.experiments.variants.compare import assert_equal_to_reference
 from tests.layers.calling import build, call, initial, normal
-from tests.oracles.attention import rotated
 from tests.oracles.moe import softmax
+from tests.oracles.rope import rotated
 
 B, S, D, H, G, Dh, SIZE, BEST = 2, 19, 6, 4, 2, 4, 3, 2
 # A document that begins inside a block of the sequence, and padding.

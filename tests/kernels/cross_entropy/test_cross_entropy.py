@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from moelib.kernels.cross_entropy import cross_entropy
 from moelib.kernels.cross_entropy.xla import chunk_size_for
 from tests.kernels.comparing import assert_close
+from tests.oracles import losses
 
 T, D, V = 37, 12, 50
 BACKENDS = ["xla", "reference"]
@@ -25,21 +26,6 @@ def _operands(num_tokens=T):
     labels[[0, 5, *range(num_tokens - 2, num_tokens)]] = -1, -100, -1, -1
     hidden[labels < 0] = np.nan
     return hidden, head, labels
-
-
-def _by_hand(hidden, head, labels, z_loss=0.0):
-    """Returns ((loss, (nll, lse)), gradients in hidden and head), in float64."""
-    counted = labels >= 0
-    hidden, head = np.where(counted[:, None], np.float64(hidden), 0), np.float64(head)
-    logits = hidden @ head
-    lse = np.log(np.exp(logits).sum(1))
-    is_label = np.arange(V) == labels[:, None]
-    nll = lse - (logits * is_label).sum(1)
-    of_logits = np.exp(logits - lse[:, None]) * (1 + 2 * z_loss * lse[:, None]) - is_label
-    of_logits *= counted[:, None]
-    loss = ((nll + z_loss * lse**2) * counted).sum()
-    grads = of_logits @ head.T, hidden.T @ of_logits
-    return (loss, (nll * counted, lse * counted)), grads
 
 
 def _kernel(hidden, head, labels, **options):
@@ -72,7 +58,7 @@ def program(backend=None):
 )
 def test_values_and_gradients_equal_the_definition(backend, options):
     arrays = _operands()
-    expected = _by_hand(*arrays, options.get("z_loss", 0.0))
+    expected = losses.cross_entropy(*arrays, options.get("z_loss", 0.0))
     run = functools.partial(_kernel, backend=backend, **options)
     assert_close(_with_gradients(run)(*arrays), expected)
     assert_close(jax.jit(run)(*arrays), expected[0])
@@ -91,7 +77,7 @@ def test_bfloat16_has_float32_logits_and_sums(backend):
     hidden, head = (x.astype(jnp.bfloat16) for x in (hidden, head))
     run = functools.partial(_kernel, backend=backend, chunk_size=8)
     (loss, aux), grads = _with_gradients(run)(hidden, head, labels)
-    exact = _by_hand(hidden, head, labels)
+    exact = losses.cross_entropy(hidden, head, labels)
     assert [g.dtype for g in grads] == [jnp.bfloat16, jnp.bfloat16]
     assert loss.dtype == jnp.float32
     assert_close((loss, aux), exact[0])
@@ -142,7 +128,7 @@ def test_it_works_under_remat_in_a_scan_with_its_cotangent():
         return jax.lax.scan(step, jnp.float32(0), weights)[0], None
 
     (loss, _), grads = _with_gradients(twice)(*arrays)
-    expected = [_by_hand(arrays[0] * w, *arrays[1:]) for w in weights]
+    expected = [losses.cross_entropy(arrays[0] * w, *arrays[1:]) for w in weights]
     assert_close(loss, np.asarray(sum(value for (value, _), _ in expected) / 4))
     of_hidden = sum(w * grads[0] for w, (_, grads) in zip(weights, expected, strict=True)) / 4
     assert_close(grads, (of_hidden, sum(grads[1] for _, grads in expected) / 4))
@@ -160,7 +146,7 @@ def test_it_works_in_shard_map_with_split_tokens(backend):
     specs = (split, whole, split)
     run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(whole, split))
     arrays = _operands(num_tokens=64)
-    assert_close(_with_gradients(run)(*arrays), _by_hand(*arrays, z_loss=0.1))
+    assert_close(_with_gradients(run)(*arrays), losses.cross_entropy(*arrays, z_loss=0.1))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.norm import RMSNorm
 from tests.layers.calling import build, call, float64, initial, normal
 from tests.oracles import attention as oracle
+from tests.oracles.rope import rotated
 
 D, H, S = 8, 4, 6
 X = normal(2, S, D)
@@ -48,7 +49,7 @@ def by_hand(layer, params, segment_ids):
     if cfg.qkv_clip is not None:
         q, k, v = (np.clip(x, -cfg.qkv_clip, cfg.qkv_clip) for x in (q, k, v))
     if cfg.rope is not None:
-        q, k = (oracle.rotated(x, POSITIONS[..., None]) for x in (q, k))
+        q, k = (rotated(x, POSITIONS[..., None]) for x in (q, k))
     masks = {"segment_ids": segment_ids, "window": cfg.window}
     scores = {"scale": q.shape[-1] ** -0.5, "logit_cap": cfg.logit_cap, "sinks": p.get("sinks")}
     out = oracle.attention(q, k, v, **scores, **masks)

@@ -16,7 +16,8 @@ from moelib.layers.rope import YarnRotaryEmbedding
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.parallel.sharding import named_shardings
 from tests.layers.calling import build, call, float64, in_module, initial, normal
-from tests.oracles.attention import attention, rotated
+from tests.oracles.attention import attention
+from tests.oracles.rope import rotated
 
 B, S, D, H, NOPE, ROPE, V = 4, 8, 8, 4, 6, 4, 3
 X = normal(B, S, D)

@@ -8,36 +8,42 @@ from moelib.train.watchers.profiler import ProfilerWindow
 from tests import tiny
 
 
+def window(directory, start_steps, num_steps=3):
+    """Returns the window of a trainer with these settings."""
+    cfg = types.SimpleNamespace(dir=str(directory), max_step=9)
+    cfg.start_trace_steps, cfg.num_trace_steps = start_steps, num_steps
+    found = ProfilerWindow.default_config().instantiate()
+    found.prepare(types.SimpleNamespace(config=cfg))
+    return found
+
+
 def test_window_of_steps(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr("jax.profiler.start_trace", calls.append)
     monkeypatch.setattr("jax.profiler.stop_trace", lambda: calls.append("stop"))
-    window = ProfilerWindow.default_config().set(start_steps=[2, 6], num_steps=2).instantiate()
-    config = types.SimpleNamespace(dir=str(tmp_path))
-    window.run = types.SimpleNamespace(step=0, config=config, wait=lambda: None)
-    window.started()
+    traces = window(tmp_path, [2, 6], num_steps=2)
+    traces.run = types.SimpleNamespace(step=0, wait=lambda: None)
+    traces.started()
     traced = []
     for step in range(1, 9):
         if len(calls) % 2:
             traced.append(step)
-        window.between_steps(step)
-    window.ended()
+        traces.between_steps(step)
+    traces.ended()
     assert traced == [2, 3, 6, 7]
     assert calls == [str(tmp_path / "profile"), "stop"] * 2
 
 
 def test_invalid_settings_are_refused():
-    with pytest.raises(ValueError, match=r"start_steps=\[0\]"):
-        ProfilerWindow.default_config().set(start_steps=[0]).instantiate()
+    with pytest.raises(ValueError, match=r"start_trace_steps=\[0\]"):
+        tiny.trainer_config("run").set(start_trace_steps=[0])
     with pytest.raises(ValueError, match=r"4.*5 overlap"):
-        ProfilerWindow.default_config().set(start_steps=[5, 4]).instantiate()
+        window("run", [5, 4])
 
 
 def test_traces_on_an_object_store_are_refused():
-    window = ProfilerWindow.default_config().set(start_steps=[2]).instantiate()
-    config = types.SimpleNamespace(dir="s3://bucket/run", max_step=9)
     with pytest.raises(ValueError, match=r"start_trace_steps is \[2\].*'s3://bucket/run'"):
-        window.prepare(types.SimpleNamespace(config=config))
+        window("s3://bucket/run", [2])
 
 
 def test_traces_after_the_last_step_are_reported(tmp_path, caplog):
