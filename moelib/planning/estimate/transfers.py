@@ -17,11 +17,12 @@ from moelib.planning.estimate.workload import Leaf
 from moelib.planning.hardware.topologies import TopologyShape
 from moelib.planning.hlo.values import COLLECTIVES
 
-# XLA for TPUs all-reduces the head's gradient, and does not scatter it, over many devices: so
-# compiled for 64 v5p and v6e, and not for 4; and over four or more if it cannot cut the vocabulary
-# into pieces: on four v6e, 2 x 587 tiles of 128 were scattered, and 2 x 601, 1,187 and 1,571 not.
-_ALL_REDUCED = 64
-_LARGEST_PIECE = 587  # Tiles.
+# XLA for TPUs all-reduces the head's gradient over four or more devices, and does not scatter it,
+# if it cannot cut the vocabulary into pieces: if the largest prime factor of its tiles exceeds a
+# number that falls with the square root of the devices. Single sums compiled: over 4, 16 and 64 v6e
+# 587, 293 and 131 tiles were scattered, and 601, 587 and 151 were not; over 4 and 64 v5p 113 and
+# 11, and not 127 and 37; over 8 tpu7x 257, and not 367; over 4 v5e 83, and not 131.
+_LARGEST_PIECE = {"v5e": 2 * 83, "v5p": 2 * 113, "v6e": 2 * 587, "tpu7x": math.sqrt(8) * 257}
 _LANES = 128  # Minor dimension of a tile.
 _STATISTICS = 5  # Numbers per expert that a router sums over devices: loads, losses, metrics.
 _TILE_BYTES = 512  # Of a TPU; rows of a ragged all-to-all are whole tiles there.
@@ -76,7 +77,8 @@ def _is_all_reduced(placement: Placement, leaf: Leaf, axes: tuple[str, ...]) -> 
     n = placement.mesh.parts(axes)
     vocab = leaf.shape[leaf.axes.index("vocab")] if "vocab" in leaf.axes else 1
     tiles = math.ceil(vocab // placement.parts["vocab"] / _LANES)
-    return n >= _ALL_REDUCED or (n >= 4 and _largest_prime(tiles) > _LARGEST_PIECE)
+    most = _LARGEST_PIECE[placement.accelerator.name] / math.sqrt(n)
+    return n >= 4 and _largest_prime(tiles) > most
 
 
 def _largest_prime(n: int) -> int:

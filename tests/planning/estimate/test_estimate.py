@@ -322,6 +322,17 @@ def test_a_step_whose_heads_gradient_is_all_reduced_is_near_the_compiled_one():
         ("v6e:2x2", 2048, 150_272, True),  # 2 x 587 tiles.
         ("v6e:2x2", 2048, 153_856, False),  # 2 x 601.
         ("v6e:2x2", 2048, 402_944, False),
+        ("v6e:4x4", 4096, 128 * 8 * 293, True),
+        ("v6e:4x4", 4096, 128 * 8 * 587, False),
+        ("v6e:8x8", 4096, 128 * 8 * 131, True),
+        ("v6e:8x8", 4096, 128 * 8 * 151, False),
+        ("v5p:2x2x1", 4096, 128 * 8 * 113, True),
+        ("v5p:2x2x1", 4096, 128 * 8 * 127, False),
+        ("v5p:4x4x4", 4096, 128 * 8 * 11, True),
+        ("v5p:4x4x4", 4096, 128 * 8 * 37, False),
+        ("tpu7x:2x2x1", 4096, 128 * 8 * 257, True),
+        ("tpu7x:2x2x1", 4096, 128 * 8 * 367, False),
+        ("v5e:2x2", 4096, 128 * 8 * 131, False),
         ("h100:1x4", 2880, 201_088, True),
     ],
 )
