@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -113,7 +114,7 @@ class Workload:
         inner = self.num_blocks * (self.num_layers // self.num_blocks - 1)
         return max(min(inner, layers - self.num_blocks), 0)
 
-    @property
+    @functools.cached_property
     def compute_itemsize(self) -> int:
         """Bytes per element of activations."""
         return jnp.dtype(self.compute_dtype).itemsize
