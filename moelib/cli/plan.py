@@ -101,6 +101,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"  # No accelerator is used.
     from moelib.planning.compiled.dump import make_folder
     from moelib.planning.compiled.in_subprocess import CompileOptions
+    from moelib.planning.estimate.estimate import MEMORY_ERROR
     from moelib.planning.estimate.sweep import read_prices
     from moelib.planning.plan import plan
     from moelib.planning.report.figures import read_columns
@@ -125,7 +126,11 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         print(f"Excluded: {reason}", file=sys.stderr)
     print_table(found.table(flags.rows))
     if flags.compile and not found.rows[0].fits:
-        print("No mesh fits; the nearest is compiled.", file=sys.stderr)
+        print(
+            f"By the estimate, with {MEMORY_ERROR:.0%} for its error, no mesh is sure to fit; the "
+            "compiled figure of the nearest decides.",
+            file=sys.stderr,
+        )
     steps = []
     for step in found.compile_best(flags.compile, options, show_progress=True):
         steps.append(step)

@@ -9,6 +9,7 @@ from moelib.cli import plan
 from moelib.core.errors import UserError
 from moelib.planning import plan as plan_lib
 from moelib.planning.compiled.in_subprocess import Outcome
+from moelib.planning.estimate.estimate import Estimate
 from moelib.planning.report.step_report import Finding
 from moelib.runtime.command_line import parse_flags
 from tests.planning.report.test_step_report import make_report
@@ -94,6 +95,17 @@ def test_a_step_that_does_not_compile_exits_with_1(command, outcomes, capsys, ot
     assert printed.err.count("it crashed") == 1
     assert printed.out.count("Lint has no findings.") == len(others)
     assert len(json.loads(pathlib.Path("plan.json").read_text())["failures"]) == 1
+
+
+def test_a_step_within_the_estimates_error_is_judged_by_the_compiler(
+    command, outcomes, capsys, monkeypatch
+):
+    monkeypatch.setattr(Estimate, "fits", False)
+    outcomes.append(Outcome(make_report({"memory.peak": 2**30})))
+    command(*TINY, WHERE, "--compile=1")
+    printed = capsys.readouterr()
+    assert "12% for its error, no mesh is sure to fit" in printed.err
+    assert "The step fits with 30.24 GiB free" in printed.out
 
 
 def test_a_topology_that_cannot_run_the_config_is_named(command, capsys):

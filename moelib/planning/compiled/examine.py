@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from moelib.core.config_text import sub_configs
 from moelib.parallel.pipeline.engine import ENDS, SLOTS, branch_shares
 from moelib.planning.estimate.candidates import own_mesh
-from moelib.planning.estimate.links import Links
+from moelib.planning.estimate.links import Layout, Links
 from moelib.planning.hardware.topologies import TopologyShape
 from moelib.planning.hlo.program import Shares, parse
 from moelib.planning.hlo.source import SourceMap
@@ -91,7 +91,8 @@ def links_of(trainer: Any, shape: TopologyShape) -> Links:
     if shape.accelerator.platform != "tpu":
         return Links(shape, own)
     one_slice = tuple(slice(own.inside.get(axis, 1)) for axis in mesh.axis_names)
-    return Links(shape, own, mesh.devices[one_slice].reshape([*own.inside.values()]))
+    devices = mesh.devices[one_slice].reshape([*own.inside.values()])
+    return Links(shape, own, lambda topology, sizes: Layout(topology, sizes, devices))
 
 
 def shares_of_branches(trainer: Any) -> Shares:

@@ -12,16 +12,17 @@ All values are per step and device.
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from moelib.parallel import sharding
 from moelib.planning.estimate import transfers
 from moelib.planning.estimate.candidates import Candidate
-from moelib.planning.estimate.links import Links, Traffic
+from moelib.planning.estimate.links import Layout, Links, Traffic
 from moelib.planning.estimate.memory import Placement, at_peak
 from moelib.planning.estimate.pipeline import AXIS, Pipeline, pipeline_of
 from moelib.planning.estimate.workload import Workload
+from moelib.planning.hardware.topologies import TopologyShape
 from moelib.runtime.accelerators import Accelerator, peak_flops_per_second
 
 
@@ -134,6 +135,7 @@ class Estimator:
         """
         self._work, self._rules, self._prices = work, rules, prices
         self._by_mesh: dict[Any, _OnMesh] = {}
+        self._layout = functools.cache(Layout)
         self._pipeline = functools.cache(functools.partial(pipeline_of, work))
 
     def __call__(self, candidate: Candidate) -> Estimate:
@@ -141,24 +143,21 @@ class Estimator:
         work, topology = self._work, candidate.topology
         key = topology.name, candidate.mesh
         if key not in self._by_mesh:
-            self._by_mesh[key] = _OnMesh(work, candidate, self._rules)
+            self._by_mesh[key] = _OnMesh(work, candidate, self._rules, self._layout)
         on_mesh = self._by_mesh[key]
         placement, accelerator = on_mesh.placement, topology.accelerator
         micro, tokens = candidate.num_microbatches, work.tokens / topology.num_devices
         recomputed, ranks = work.recomputes(candidate.remat), candidate.mesh.parts([AXIS])
         pipeline = self._pipeline(candidate.schedule, ranks, micro, recomputed=recomputed)
-        peak = peak_flops_per_second(accelerator.device_kind, work.compute_dtype)
-        peak = peak or accelerator.flops_per_second
         unfilled = (placement.slots - 1) * work.routed_flops * (3 + recomputed)
         flops = work.model_flops + work.recomputed_flops(candidate.remat) + unfilled
         sent, results = on_mesh.sent(candidate, tokens, pipeline)
         # Forward, two gradients, and what is recomputed.
         native = work.float8_flops * (3 + work.recomputes_matmuls(candidate.remat))
-        float8 = peak_flops_per_second(accelerator.device_kind, "float8_e4m3fn") or peak
-        seconds = (flops - native) / peak + native / float8
+        seconds = (flops - native) / on_mesh.peak_flops + native / on_mesh.peak_float8
         parts = {
             "compute": seconds * tokens,
-            "HBM": _hbm_bytes(placement, candidate, tokens) / accelerator.hbm_bytes_per_second,
+            "HBM": on_mesh.hbm_bytes(candidate, tokens) / accelerator.hbm_bytes_per_second,
             "links": sent.links_seconds,
             "network": sent.network_seconds,
         }
@@ -173,7 +172,7 @@ class Estimator:
             seconds=_seconds(parts, work.num_layers * micro, pipeline),
             seconds_at_peak=parts,
             tokens=work.tokens,
-            peak_flops=peak,
+            peak_flops=on_mesh.peak_flops,
             dollars_per_hour=self._prices.get(accelerator.name, accelerator.dollars_per_hour),
             collectives=results,
             idle=pipeline.idle,
@@ -184,10 +183,25 @@ class Estimator:
 class _OnMesh:
     """A workload on one mesh: its placement and its transfers."""
 
-    def __init__(self, work: Workload, candidate: Candidate, rules: sharding.Rules) -> None:
+    def __init__(
+        self,
+        work: Workload,
+        candidate: Candidate,
+        rules: sharding.Rules,
+        layout: Callable[[TopologyShape, tuple[int, ...]], Layout],
+    ) -> None:
         self.placement = Placement(work, candidate, rules)
-        self._links = Links(candidate.topology, candidate.mesh)
-        self._is_tpu = candidate.topology.accelerator.platform == "tpu"
+        self._links = Links(candidate.topology, candidate.mesh, layout)
+        accelerator = candidate.topology.accelerator
+        self._is_tpu = accelerator.platform == "tpu"
+        peak = peak_flops_per_second(accelerator.device_kind, work.compute_dtype)
+        self.peak_flops = peak or accelerator.flops_per_second
+        float8 = peak_flops_per_second(accelerator.device_kind, "float8_e4m3fn")
+        self.peak_float8 = float8 or self.peak_flops
+        saved = work.block.times(work.num_blocks)
+        whole = saved.whole * self.placement.tensor_parts
+        self._saved_bytes = saved.split + whole + saved.routed  # Per token.
+        self._writes_scores = _writes_scores(work, accelerator)
         self._units = functools.cache(self._fold)
 
     def _fold(self, remat: str, windowed: bool) -> list[tuple[Traffic, dict[str, float]]]:
@@ -219,14 +233,41 @@ class _OnMesh:
         windowed = transfers.is_windowed(placement, candidate.topology, tokens / micro)
         (weights, made), (token, routed) = self._units(candidate.remat, windowed)
         results = {k: made.get(k, 0.0) * micro + routed.get(k, 0.0) * tokens for k in made | routed}
+        total = weights.times(micro) + token.times(tokens)
+        if placement.num_ranks == 1:
+            return total, results
         sent = self.pipeline_bytes(candidate, pipeline)
         between = [*transfers.rank_transfers(placement, sent, pipeline.filled)]
         more = transfers.results(between, placement, recomputed=True)
-        total = weights.times(micro) + token.times(tokens)
         return (
             total + transfers.traffic(between, self._links, recomputed=True),
             {k: results.get(k, 0.0) + more.get(k, 0.0) for k in results | more},
         )
+
+    def hbm_bytes(self, candidate: Candidate, tokens: float) -> float:
+        """Returns the bytes read from and written to HBM in a step.
+
+        The state is read and written once. Gathered weights are written, then read forward, for
+        recomputation and for input gradients; their gradients are written and read. Saved
+        activations of a block are written and read forward, recomputed and backward.
+        """
+        placement, micro = self.placement, candidate.num_microbatches
+        work = placement.work
+        state = 2 * (placement.parameters + placement.optimizer) + 8 * placement.trained_elements
+        activations = 4 * self._saved_bytes * tokens
+        passes, layers = (
+            2 + work.recomputes(candidate.remat),
+            work.moe.num_layers if work.moe else 0,
+        )
+        rows = placement.empty_rows(tokens) * layers * passes * _EMPTY_ROWS
+        loss = micro * placement.loss_bytes(tokens * placement.tensor_parts / micro)
+        scores = 0.0
+        if self._writes_scores:
+            times = _SCORES_FORWARD * (passes - 1) + _SCORES_BACKWARD
+            scores = 4 * times * tokens * work.attention_flops / (4 * work.head_dim)
+        gathered = 7 * placement.gathered_bytes * micro
+        glue = rows * work.dim * work.compute_itemsize
+        return state + gathered + activations + glue + loss + scores
 
 
 # Bytes of scores in float32 that attention in plain XLA reads and writes, over those of the scores
@@ -237,29 +278,6 @@ _EMPTY_ROWS = 23 / 3  # In each of the forward pass, recomputation and the backw
 # Attention's kernels take from this head dimension on; those for Hopper its multiples, in 16 bits.
 _LEAST_HEAD_DIM = 64
 _HOPPER = ("h100", "h200")
-
-
-def _hbm_bytes(placement: Placement, candidate: Candidate, tokens: float) -> float:
-    """Returns the bytes read from and written to HBM in a step.
-
-    The state is read and written once. Gathered weights are written, then read forward, for
-    recomputation and for input gradients; their gradients are written and read. Saved activations
-    of a block are written and read forward, recomputed and backward.
-    """
-    work, micro = placement.work, candidate.num_microbatches
-    state = 2 * (placement.parameters + placement.optimizer) + 8 * placement.trained_elements
-    saved = work.block.times(work.num_blocks)
-    activations = 4 * (saved.split + saved.whole * placement.tensor_parts + saved.routed) * tokens
-    passes, layers = 2 + work.recomputes(candidate.remat), work.moe.num_layers if work.moe else 0
-    rows = placement.empty_rows(tokens) * layers * passes * _EMPTY_ROWS
-    loss = micro * placement.loss_bytes(tokens * placement.tensor_parts / micro)
-    scores = 0.0
-    if _writes_scores(work, candidate.topology.accelerator):
-        times = _SCORES_FORWARD * (passes - 1) + _SCORES_BACKWARD
-        scores = 4 * times * tokens * work.attention_flops / (4 * work.head_dim)
-    gathered = 7 * placement.gathered_bytes * micro
-    glue = rows * work.dim * work.compute_itemsize
-    return state + gathered + activations + glue + loss + scores
 
 
 def _writes_scores(work: Workload, accelerator: Accelerator) -> bool:

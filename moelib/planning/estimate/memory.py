@@ -34,6 +34,7 @@ class Placement:
 
     def __init__(self, work: Workload, candidate: Candidate, rules: sharding.Rules) -> None:
         self.work, self.mesh = work, candidate.mesh
+        self.accelerator = candidate.topology.accelerator
         names = {name for leaf in (*work.parameters, *work.optimizer) for name in leaf.axes}
         names |= {"batch", "sequence", "residual_sequence", "experts", "vocab", "heads", "kv_heads"}
         self.axes: dict[str | None, tuple[str, ...]] = {

@@ -49,12 +49,12 @@ class Pipeline:
     num_saved: float = 0.0  # Blocks whose saved activations a rank keeps besides those of a stage.
     num_deferred: float = 0.0  # Blocks whose weight gradients a rank keeps for later.
 
-    @property
+    @functools.cached_property
     def rows(self) -> int:
         """Blocks of a rank with its stages filled up to the largest."""
         return len(self.sizes) // self.num_ranks * max(self.sizes)
 
-    @property
+    @functools.cached_property
     def filled(self) -> float:
         """The same, as a multiple of an even share of all blocks."""
         return self.rows * self.num_ranks / sum(self.sizes)

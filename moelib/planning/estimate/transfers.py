@@ -17,11 +17,15 @@ from moelib.planning.estimate.workload import Leaf
 from moelib.planning.hardware.topologies import TopologyShape
 from moelib.planning.hlo.values import COLLECTIVES
 
-# Devices from which on XLA for TPUs scatters the head's gradient by an all-reduce: so compiled for
-# 64 v5p and v6e, and not for 4.
-_ALL_REDUCED = 64
+# XLA for TPUs all-reduces the head's gradient over four or more devices, and does not scatter it,
+# if it cannot cut the vocabulary into pieces: if the largest prime factor of its tiles exceeds a
+# number that falls with the square root of the devices. Single sums compiled: over 4, 16 and 64 v6e
+# 587, 293 and 131 tiles were scattered, and 601, 587 and 151 were not; over 4 and 64 v5p 113 and
+# 11, and not 127 and 37; over 8 tpu7x 257, and not 367; over 4 v5e 83, and not 131.
+_LARGEST_PIECE = {"v5e": 2 * 83, "v5p": 2 * 113, "v6e": 2 * 587, "tpu7x": math.sqrt(8) * 257}
+_LANES = 128  # Minor dimension of a tile.
 _STATISTICS = 5  # Numbers per expert that a router sums over devices: loads, losses, metrics.
-_METADATA_BYTES = {"tpu": 512, "gpu": 64}  # Of a row: a tile of 128 numbers, or 16 numbers.
+_TILE_BYTES = 512  # Of a TPU; rows of a ragged all-to-all are whole tiles there.
 _ALL = ("forward", "recomputed", "backward")
 _ONCE = ("forward", "backward")  # Phases of transfers whose results recomputation reuses.
 
@@ -56,7 +60,7 @@ def weight_transfers(
                 yield from _windows(placement, leaf, axes, whole, remat)
                 continue
             yield _gathers(placement, leaf, axes, whole, remat, is_tpu)
-            summed = is_tpu and not leaf.in_decoder and placement.mesh.parts(axes) >= _ALL_REDUCED
+            summed = is_tpu and not leaf.in_decoder and _is_all_reduced(placement, leaf, axes)
             if leaf.trained:
                 yield Transfer("all-reduce" if summed else "reduce-scatter", axes, whole)
         if leaf.trained and (others := placement.reduced_axes(leaf)):
@@ -66,6 +70,26 @@ def weight_transfers(
     if (moe := placement.work.moe) is not None and placement.token_axes:
         statistics = _STATISTICS * moe.num_experts * 4
         yield Transfer("all-reduce", placement.token_axes, statistics, moe.num_layers)
+
+
+def _is_all_reduced(placement: Placement, leaf: Leaf, axes: tuple[str, ...]) -> bool:
+    """Returns whether XLA for TPUs all-reduces the gradient of a parameter out of the decoder."""
+    n = placement.mesh.parts(axes)
+    vocab = leaf.shape[leaf.axes.index("vocab")] if "vocab" in leaf.axes else 1
+    tiles = math.ceil(vocab // placement.parts["vocab"] / _LANES)
+    most = _LARGEST_PIECE[placement.accelerator.name] / math.sqrt(n)
+    return n >= 4 and _largest_prime(tiles) > most
+
+
+def _largest_prime(n: int) -> int:
+    """Returns the largest prime factor of a number above 1; 1 for 1."""
+    prime = 2
+    while prime * prime <= n:
+        if n % prime:
+            prime += 1
+        else:
+            n //= prime
+    return n
 
 
 def _gathers(
@@ -172,8 +196,12 @@ def token_transfers(placement: Placement, *, is_tpu: bool) -> Iterator[Transfer]
     work = placement.work
     row = work.dim * work.compute_itemsize
     if embed_axes := placement.axes["embed"]:
-        num_tables = sum(map(placement.is_lookup_table, work.parameters))
-        yield from _each("all-to-all", embed_axes, row, num_tables, _ONCE)
+        # Rows travel as they are stored, before they are cast, and their gradients in float32.
+        for table in filter(placement.is_lookup_table, work.parameters):
+            yield Transfer("all-to-all", embed_axes, work.dim * table.itemsize)
+            if table.trained:
+                gradient = work.dim * max(table.gradient_itemsize, 4)
+                yield Transfer("all-to-all", embed_axes, gradient, phase="backward")
     if tensor := placement.tensor_axes:
         yield from _each("all-gather", tensor, row, 2 * work.num_layers, _ALL)
         yield from _each("reduce-scatter", tensor, row, 2 * work.num_layers, _ONCE)
@@ -202,23 +230,36 @@ def _ring_transfers(placement: Placement, axes: tuple[str, ...]) -> Iterator[Tra
 
 
 def _dispatch_transfers(placement: Placement, row: float, *, is_tpu: bool) -> Iterator[Transfer]:
-    """Yields the transfers of one token to experts (in all phases) and back (not recomputed)."""
+    """Yields the transfers of one token to experts (in all phases) and back.
+
+    Of those back, recomputation repeats the ones of all layers of a block but the last.
+    """
     moe, axes = placement.work.moe, placement.expert_axes
     assert moe is not None
     n, num_layers = placement.mesh.parts(axes), moe.num_layers
+
+    def back(kind: str, sent: float, result_bytes: float | None = None) -> Iterator[Transfer]:
+        yield from _each(kind, axes, sent, num_layers, _ONCE, result_bytes)
+        inner = placement.work.num_inner_experts
+        yield from _each(kind, axes, sent, inner, ("recomputed",), result_bytes)
+
     if moe.ring:
         yield from _each("all-gather", axes, n * row, num_layers, _ALL)
-        yield from _each("reduce-scatter", axes, n * row, num_layers, _ONCE)
+        yield from back("reduce-scatter", n * row)
     elif moe.capacity_factor is not None:
         slots = placement.slots * moe.num_experts_per_token * row
-        yield from _each("all-to-all", axes, slots, num_layers, (*_ALL, *_ONCE))
+        yield from _each("all-to-all", axes, slots, num_layers, _ALL)
+        yield from back("all-to-all", slots)
     else:
         kind, most = "ragged-all-to-all", min(n, moe.num_experts_per_token)
         received = min(n, moe.num_experts_per_token * placement.receive_capacity)
+        metadata = 2 * moe.num_experts_per_token * 4  # A row's expert ids and weights.
+        if is_tpu:
+            row, metadata = (math.ceil(x / _TILE_BYTES) * _TILE_BYTES for x in (row, metadata))
         sent = _mean_destinations(moe.num_experts, moe.num_experts_per_token, n) * row
         yield from _each(kind, axes, sent, num_layers, _ALL, received * row)
-        yield from _each(kind, axes, sent, num_layers, _ONCE, most * row)
-        metadata = _METADATA_BYTES["tpu" if is_tpu else "gpu"]  # Its traffic is negligible.
+        yield from back(kind, sent, most * row)
+        # The traffic of metadata is negligible.
         yield from _each(kind, axes, 0.0, num_layers, _ONCE, received * metadata)
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -113,6 +114,13 @@ class Workload:
         return self.global_batch_size * self.seq_len
 
     @property
+    def num_inner_experts(self) -> int:
+        """Layers with experts before the last layer of their block, taken to have experts too."""
+        layers = self.moe.num_layers if self.moe else 0
+        inner = self.num_blocks * (self.num_layers // self.num_blocks - 1)
+        return max(min(inner, layers - self.num_blocks), 0)
+
+    @functools.cached_property
     def compute_itemsize(self) -> int:
         """Bytes per element of activations."""
         return jnp.dtype(self.compute_dtype).itemsize
