@@ -416,12 +416,9 @@ def resolve_reference(text: str) -> Any:
     if "<" in text:
         raise UserError(f"{text} was defined inside a function; text cannot name it.")
     module_name, _, qualname = text.partition(":")
-    try:
-        value = importlib.import_module(find_module(module_name) or module_name)
-    except ModuleNotFoundError as error:
-        if error.name and module_name.startswith(error.name):
-            raise UserError(f"{text!r}: there is no module {module_name!r}.") from None
-        raise
+    if (found := find_module(module_name)) is None:
+        raise UserError(f"{shortened(text)}: there is no module {shortened(module_name)}.")
+    value = importlib.import_module(found)
     for part in qualname.split("."):
         if not hasattr(value, part):
             near = did_you_mean(part, [name for name in dir(value) if not name.startswith("_")])

@@ -1,6 +1,7 @@
 """Modules with two names: in the repository, and in an installed wheel."""
 
 import importlib.util
+import itertools
 import sys
 
 # Named configs and launchers.
@@ -23,11 +24,15 @@ def find_module(name: str) -> str | None:
 
 
 def _exists(name: str) -> bool:
+    """Returns whether a module can be imported; its parents are, the outermost first."""
+    parents = itertools.accumulate(name.split("."), lambda parent, child: f"{parent}.{child}")
+    return all(_is_there(each) for each in parents)
+
+
+def _is_there(name: str) -> bool:
+    """Returns whether a module exists, whose parent does."""
     if sys.modules.get(name) is not None:  # Also __main__ of a notebook, which has no spec.
         return True
-    parent, _, _ = name.rpartition(".")
-    if parent and not _exists(parent):
-        return False
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError as error:  # The parent is a module, not a package.

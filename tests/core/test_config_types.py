@@ -275,6 +275,7 @@ def test_private_modules_are_named_by_their_public_one():
     ("text", "message"),
     [
         ("no.such.module:x", r"'no.such.module'"),
+        ("moelib.layers" + ".a" * 3_000 + ":x", "there is no module 'moelib.layers.a"),
         ("math:sqrtt", r"'sqrtt'.*'sqrt'"),
         ("math:sqrt.x", "'x'"),
     ],
