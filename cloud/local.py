@@ -102,6 +102,7 @@ class LocalJob(Job):
             address = f"localhost:{free.getsockname()[1]}"
         with contextlib.ExitStack() as stack:
             processes = []
+            output = stack.enter_context(open(self._log(0), "a+b"))  # At its end, before process 0.
             for index in range(self.config.num_processes):
                 log = stack.enter_context(open(self._log(index), "ab"))
                 process = subprocess.Popen(
@@ -113,8 +114,6 @@ class LocalJob(Job):
                 )
                 processes.append(process)
                 stack.callback(_kill, process)
-            output = stack.enter_context(open(self._log(0), "rb"))
-            output.seek(0, os.SEEK_END)
             return self._wait(processes, output, received)
 
     def _wait(
