@@ -238,9 +238,12 @@ def _has_record(path: str) -> bool:
 
 def delete_checkpoint(path: str) -> None:
     """Deletes a checkpoint, or whatever is at its path; incomplete if killed. Raises OSError."""
-    if not os.path.islink(path) and _has_record(path):
-        storage.write_bytes(os.path.join(path, STARTED_FILE), b"")  # Else its record looks lost.
-        storage.remove(os.path.join(path, RECORD_FILE))
+    record = os.path.join(path, RECORD_FILE)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        if not os.path.islink(path) and storage.size(record) >= 0:
+            with contextlib.suppress(OSError):  # A full disk; else its record would look lost.
+                storage.write_bytes(os.path.join(path, STARTED_FILE), b"")
+            storage.remove(record)
     storage.remove_tree(path)
 
 

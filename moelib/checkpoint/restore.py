@@ -238,7 +238,7 @@ def find_checkpoints(
     found = on_all_processes(lambda: contents.list_checkpoints(directory), directory)
     steps = gather_json(list(found))[0]
     found = {each: found.get(each, contents.step_path(directory, each)) for each in steps}
-    if step is None and found:
+    if step is None and found and jax.process_index() == 0:
         warn_lost(directory, max(found))
     if step is None and (found or not required):
         return found

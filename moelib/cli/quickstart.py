@@ -59,10 +59,11 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
 
 
 def _shorten_warmup(cfg: Any) -> None:
-    """Sets a warmup that `max_step` does not exceed to half of it, unless --set has set it."""
+    """Sets a warmup of `max_step` steps or more to half of them, unless --set has set it."""
     for path, inside in sub_configs(cfg.learner):
         steps = dict(inside.items()).get("warmup_steps", 0)
-        if steps < cfg.max_step or inside.origin("warmup_steps").startswith("--set"):
+        is_short = not isinstance(steps, int) or steps < cfg.max_step
+        if is_short or inside.origin("warmup_steps").startswith("--set"):
             continue
         with config_origin(f"--max_step={cfg.max_step}"):
             inside.set(warmup_steps=cfg.max_step // 2)

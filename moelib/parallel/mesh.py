@@ -249,9 +249,9 @@ def _along_sides(array: np.ndarray) -> np.ndarray:
     JAX lays the axes of small slices, such as v6e:2x2, on a ring through all devices, so that the
     neighbors along one axis are two links apart, which are those of the other axis.
     """
-    place = lambda device: (*device.coords, getattr(device, "core_on_chip", 0))
-    devices = sorted(array.flat, key=place)
-    sizes = [len(set(column)) for column in zip(*map(place, devices), strict=True)]
+    coordinates = lambda device: (*device.coords, getattr(device, "core_on_chip", 0))
+    devices = sorted(array.flat, key=coordinates)
+    sizes = [len(set(column)) for column in zip(*map(coordinates, devices), strict=True)]
     if math.prod(sizes) != array.size:
         return array
     sides = np.array(devices, dtype=object).reshape(sizes)

@@ -41,3 +41,15 @@ def last_good(checkpointer: Checkpointer | None) -> str:
         if (step := checkpointer.latest_step()) is not None:
             return f"The last good checkpoint is of step {step}, in {checkpointer.dir}."
     return "There is no checkpoint before it."
+
+
+MAX_RETURNS = 10  # From one point of a run; one that goes back more often gets no further.
+
+
+def no_progress_error(step: int, reason: str) -> UserError:
+    """Returns the error of a run that went back from one point too often, for a reason."""
+    return UserError(
+        f"step {step}: the run went back {MAX_RETURNS} times from here ({reason}), and does not "
+        "get further; remove the watcher that raises GoBack, or let it go back for a cause that "
+        "passes."
+    )

@@ -99,8 +99,9 @@ def compare_before_devices(cfg: Any) -> None:
 
     Call it before this process opens a device.
     """
-    compared = any(not name.startswith(_PARTIAL) for name in _read(_path(cfg)))
-    if not compared and _has_accelerator():
+    if not _has_accelerator():
+        return
+    if all(name.startswith(_PARTIAL) for name in _read(_path(cfg))):
         _keep(cfg, _in_processes(cfg, {}))
 
 
@@ -377,13 +378,13 @@ class _Child:
                 if begun is not None:
                     self.verdicts.append(begun._replace(fault=problem))
                 return
-            said = json.loads(line)
-            self.device = said.get("device", self.device)
-            self.is_done = said.get("done", False)
-            if "begun" in said:
-                begun = Verdict(*said["begun"])
-            if "verdict" in said:
-                self.verdicts.append(Verdict(*said["verdict"]))
+            event = json.loads(line)
+            self.device = event.get("device", self.device)
+            self.is_done = event.get("done", False)
+            if "begun" in event:
+                begun = Verdict(*event["begun"])
+            if "verdict" in event:
+                self.verdicts.append(Verdict(*event["verdict"]))
                 begun = None
 
 

@@ -24,7 +24,6 @@ from moelib.core.config import (
     maybe_instantiate,
 )
 from moelib.core.config_types import NonNegativeInt, PositiveFloat, PositiveInt
-from moelib.core.errors import UserError
 from moelib.core.module import Module
 from moelib.data.batches.input import BatchIterator, Input
 from moelib.data.batches.prefetch import Prefetcher, host_rows, put_batch
@@ -45,6 +44,7 @@ from moelib.runtime.distributed import check_job
 from moelib.runtime.processes import agreed, on_process_0
 from moelib.train import state as state_lib
 from moelib.train.evaler import SpmdEvaler
+from moelib.train.failures import MAX_RETURNS, no_progress_error
 from moelib.train.init_from import InitFrom
 from moelib.train.kernel_check import replaced_kernels
 from moelib.train.loop import TrainLoop
@@ -59,8 +59,6 @@ from moelib.train.watcher import Activity, GoBack, Watcher, named_in_errors
 from moelib.train.watchers.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
-
-_MAX_RETURNS = 10  # From one step; a run that goes back more often makes no progress.
 
 
 class SpmdTrainer(StepProgram):
@@ -473,7 +471,8 @@ class SpmdTrainer(StepProgram):
         """Runs the loop, again from the newest checkpoint after each bad step to take again."""
         stop = StopRequest()
         stopped_by: str | None = None
-        returns = collections.Counter[int]()  # By the step that went back.
+        # By the step that went back, and its position in the data: BadSteps may skip batches.
+        returns = collections.Counter[tuple[int, int | None]]()
         try:
             text = self.config.debug_string()
             on_process_0(lambda: self.summary_writer.start_trackers(text))
@@ -481,13 +480,10 @@ class SpmdTrainer(StepProgram):
                 try:
                     result = TrainLoop(self, start, stop=stop).run()
                 except GoBack as again:
-                    returns[self.step] += 1
-                    if returns[self.step] > _MAX_RETURNS:
-                        raise UserError(
-                            f"step {self.step}: the run went back {_MAX_RETURNS} times from here "
-                            f"({again.reason}), and does not get further; remove the watcher that "
-                            "raises GoBack, or let it go back for a cause that passes."
-                        ) from again
+                    point = self.step, (self.input_state or {}).get("step")
+                    returns[point] += 1
+                    if returns[point] > MAX_RETURNS:
+                        raise no_progress_error(self.step, again.reason) from again
                     self.folder.note("go_back", step=self.step, reason=again.reason)
                     start = self._go_back(prng_key, again)
                 else:
@@ -497,12 +493,10 @@ class SpmdTrainer(StepProgram):
             self.summary_writer.close_trackers(stopped_by)
 
     def _go_back(self, prng_key: jax.Array | int | None, again: GoBack) -> Start:
-        """Restores the newest checkpoint; a local one may be of a state that was damaged.
-
-        Returns the start of the steps after it.
-        """
+        """Restores the newest checkpoint, a durable one if asked, and returns the start from it."""
         jax.block_until_ready(self._state)  # Else its collectives meet those of the restore.
         self._state = None  # Frees its memory for the one to restore.
-        if again.durable and self.checkpointer.local is not None:
-            self.checkpointer.local.delete_after(on_process_0(self.checkpointer.latest_step) or 0)
+        saver = self.saver
+        if again.durable and saver is not None and saver.local is not None:
+            saver.local.delete_after(on_process_0(saver.latest_step) or 0)
         return self._start(time.time(), prng_key, self.step)

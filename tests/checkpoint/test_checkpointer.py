@@ -187,6 +187,15 @@ def test_one_whose_deletion_was_killed_is_removed(checkpointer, monkeypatch):
     assert os.listdir(checkpointer.dir) == []
 
 
+def test_one_is_deleted_from_a_full_disk(checkpointer, monkeypatch):
+    save(checkpointer, 5)
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(contents.storage, "write_bytes", full)
+    contents.delete_checkpoint(step_path(checkpointer.dir, 5))
+    assert full.called
+    assert os.listdir(checkpointer.dir) == []
+
+
 def test_one_that_was_killed_before_its_record_is_removed(checkpointer, monkeypatch, caplog):
     def killed(record, path):
         raise SystemExit  # No failure, after which the checkpointer itself would remove it.

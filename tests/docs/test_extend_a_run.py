@@ -180,7 +180,7 @@ class GoesBack(Watcher):
 
     def _go_back(self, when):
         if when == self.config.when:
-            raise GoBack("again", durable=False)
+            raise GoBack("again", durable=True)
 
     def step_done(self, step, scalars):
         self._go_back("step_done")
@@ -202,8 +202,11 @@ class GoesBack(Watcher):
         ("ended", "watchers.own: GoBack .* after the last step"),
     ],
 )
-def test_a_watcher_cannot_go_back_for_ever(tmp_path, when, message):
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_watcher_cannot_go_back_for_ever(tmp_path, when, message, saves):
     cfg = tiny.trainer_config(tmp_path, max_step=2, evaler=False)
+    if not saves:
+        cfg.checkpointer = None
     cfg.watchers = {"own": GoesBack.default_config().set(when=when)}
     with pytest.raises(UserError, match=message):
         cfg.instantiate(parent=None).run()

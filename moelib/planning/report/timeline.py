@@ -38,7 +38,7 @@ _Key = tuple[str, Any]  # What seconds are spent on: ("compute", None), ("wait",
 
 
 class Wait(NamedTuple):
-    """What a device waits for: collectives of one kind and source."""
+    """Collectives of one kind and source, for which a device waits."""
 
     kind: str  # Such as "all-gather".
     phase: str  # One of `source.PHASES`.
@@ -94,7 +94,7 @@ def times(
 
 
 class _Event(NamedTuple):
-    """What a device does next: compute, start, wait, or run other computations."""
+    """A step of a device: to compute, start, wait, or run other computations."""
 
     action: str  # "compute", "kernel", "start", "done" or "run".
     seconds: float = 0.0
