@@ -101,8 +101,9 @@ def compare_before_devices(cfg: Any) -> None:
     """
     if not _has_accelerator():
         return
-    if all(name.startswith(_PARTIAL) for name in _read(_path(cfg))):
-        _keep(cfg, _in_processes(cfg, {}))
+    path = _path(cfg)
+    if all(name.startswith(_PARTIAL) for name in _read(path)):
+        _keep(path, _in_processes(cfg, {}))
 
 
 def replaced_kernels(trainer: Any) -> dict[str, str]:
@@ -117,17 +118,17 @@ def replaced_kernels(trainer: Any) -> dict[str, str]:
     device, cfg = jax.local_devices()[0], trainer.config
     if device.platform not in PLATFORMS:
         return {}
-    name = _name(device.device_kind, trainer.mesh().size)
+    name, path = _name(device.device_kind, trainer.mesh().size), _path(cfg)
 
     def verdicts() -> list[Verdict]:
-        known = _read(_path(cfg))
+        known = _read(path)
         if name in known:
             return known[name]
         if device.platform == "tpu":
-            found = {name: _in_this_process(trainer, name)}
+            found = {name: _in_this_process(trainer, name, path)}
         else:
             found = _in_processes(cfg, _shared_gpu(), trainer.mesh().size)
-        _keep(cfg, found)
+        _keep(path, found)
         return found.get(name, [])
 
     return _replaced([Verdict(*x) for x in on_process_0(verdicts)], device.device_kind)
@@ -189,11 +190,10 @@ def _read(path: str) -> Known:
         return {}
 
 
-def _keep(cfg: Any, found: Known) -> None:
+def _keep(path: str, found: Known) -> None:
     """Adds verdicts to the file; a folder that cannot be written is a warning."""
     if not found:
         return
-    path = _path(cfg)
     try:
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
         write_json(path, {"versions": _versions(), "devices": {**_read(path), **found}})
@@ -260,7 +260,7 @@ def _compared(call: Call, begun: Verdict) -> Verdict:
     return begun._replace(fault=fault, shortened=found.shortened)
 
 
-def _in_this_process(trainer: Any, name: str) -> list[Verdict]:
+def _in_this_process(trainer: Any, name: str, path: str) -> list[Verdict]:
     """Returns the verdicts on a trainer's calls; a call that hangs ends the process.
 
     Its next start goes on from there.
@@ -268,13 +268,13 @@ def _in_this_process(trainer: Any, name: str) -> list[Verdict]:
     with recorded_calls() as calls:
         trainer.trace_train_step()
     partial, limit = f"{_PARTIAL} {name}", LIMIT_SECONDS["call"]
-    verdicts = list(_read(_path(trainer.config)).get(partial, ()))
+    verdicts = list(_read(path).get(partial, ()))
     limits = {"timeout_seconds": limit + 1, "crash_timeout_seconds": limit + 1}
     watchdog = Watchdog.default_config().set(**limits)
     with kernel_backends(trainer.config.kernel_backends):
         for call, begun in _begun(calls, [verdict.call for verdict in verdicts]):
             hangs = begun._replace(fault=_DOES_NOT_END.format(limit))
-            timer = threading.Timer(limit, _keep, (trainer.config, {partial: [*verdicts, hangs]}))
+            timer = threading.Timer(limit, _keep, (path, {partial: [*verdicts, hangs]}))
             timer.start()
             activity = Activity(0, time.monotonic(), f", while {call} is compared")
             with watchdog.instantiate().watch(activity):
