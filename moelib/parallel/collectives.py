@@ -21,14 +21,14 @@ def gather(x: jax.Array, spec: PartitionSpec, *, keep: Sequence[str] = ()) -> ja
     `x` is this device's shard of an array that `spec` shards.
 
     Raises:
-        UserError: If a dimension is sharded over axes to keep and others.
+        UserError: If a dimension is sharded over an axis to keep after one to gather.
     """
     for dim, axes in enumerate(mesh_axes_of(spec)):
         gathered = tuple(axis for axis in axes if axis not in keep)
-        if gathered and gathered != axes:
+        if axes[len(axes) - len(gathered) :] != gathered:
             raise UserError(
-                f"dimension {dim} is sharded over {axes}, of which only {tuple(keep)} are kept; "
-                "change the sharding rules so that all of them are kept or none."
+                f"dimension {dim} is sharded over {axes}, of which {tuple(keep)} are kept; change "
+                "the sharding rules so that those to keep come first."
             )
         if gathered:
             x = lax.all_gather(x, gathered, axis=dim, tiled=True)
