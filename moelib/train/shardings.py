@@ -101,9 +101,9 @@ def shardings_table(trainer: Any) -> Table:
             parts = math.prod(mesh[axis] for entry in entries for axis in entry)
             held = tree.count_bytes(spec) // parts
             total += held
-            names = {a: name for name in spec.axes if name for a in sharding.mesh_axes(name, mesh)}
+            named = {a: name for name in spec.axes if name for a in sharding.mesh_axes(name, mesh)}
             reasons = [
-                f"[{dim}] {', '.join(dict.fromkeys(map(names.get, axes)))} over {', '.join(axes)}"
+                f"[{dim}] {', '.join({named[axis]: 0 for axis in axes})} over {', '.join(axes)}"
                 for dim, axes in enumerate(entries)
                 if axes
             ]
