@@ -43,7 +43,7 @@ _OF_A_PROCESS = r".*\b(prefetch\w*|num_threads|num_workers|path|paths|dir|data_d
 RESUME = (
     (r".*\.dispatcher\.capacity_factor", "config"),  # Decides which tokens are dropped.
     (r"learner\b.*\b(max_step|decay_steps)\b.*", "schedule"),
-    (r"train_dtype", "train_dtype"),
+    (r"train_dtype|reduce_dtype", "train_dtype"),
     (r"num_microbatches", "accumulation"),  # Losses of load balance are over a micro-batch.
     (r"(accept_changes|init_from|rewind_to|skip_batches|mesh_shape|mesh_axis_names)\b.*", FREE),
     (_OF_A_PROCESS, FREE),
