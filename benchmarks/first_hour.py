@@ -351,17 +351,16 @@ def _in_process_of_its_own(flags: Flags, name: str) -> Row:
     command += [f"--jax_backend={flags.jax_backend}"] if flags.jax_backend else []
     pathlib.Path(_file(flags, name)).unlink(missing_ok=True)
     log = os.path.join(flags.folder, f"part-{name}.log")
-    begin, problem = time.perf_counter(), None
+    begin = time.perf_counter()
     with open(log, "wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        seconds = None if flags.tiny else limit
         try:
-            if status := process.wait(timeout=None if flags.tiny else limit):
-                problem = f"exit status {status}; see {log}"
+            done = subprocess.run(
+                command, stdout=out, stderr=subprocess.STDOUT, timeout=seconds, check=False
+            )
+            problem = f"exit status {done.returncode}; see {log}" if done.returncode else None
         except subprocess.TimeoutExpired:
             problem = f"stopped after {limit:g} s"
-        finally:
-            process.kill()
-            process.wait()
     found: Row = {"device": None, "rows": []}
     if os.path.exists(_file(flags, name)):
         found = json.loads(pathlib.Path(_file(flags, name)).read_text(encoding="utf-8"))

@@ -20,6 +20,7 @@ import logging
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -316,7 +317,9 @@ def _in_processes(cfg: Any, settings: Mapping[str, str]) -> Known:
             logger.warning("Kernels could not be compared (status %d):\n%s", done.returncode, log)
             return {}
         last = found[-1]
-        if done.returncode != 1 and last.fault == _DOES_NOT_END.format(LIMIT_SECONDS["call"]):
+        if done.returncode != -signal.SIGALRM and last.fault == _DOES_NOT_END.format(
+            LIMIT_SECONDS["call"]
+        ):
             fault = f"its process ended with status {done.returncode}"
             verdicts[last.call] = last._replace(fault=fault)
 
@@ -327,7 +330,8 @@ def main() -> None:
     The first line names the devices, and each other one is a verdict: that a call does not end,
     before it is compared, and what was found.
     """
-    faulthandler.dump_traceback_later(LIMIT_SECONDS["trace"], exit=True)  # With status 1.
+    # The signal ends the process, also where it runs no Python.
+    signal.setitimer(signal.ITIMER_REAL, LIMIT_SECONDS["trace"])
     request = json.load(sys.stdin)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # What libraries print is no verdict.
@@ -343,7 +347,7 @@ def main() -> None:
     with kernel_backends(cfg.kernel_backends):
         for call, begun in _begun(calls, request["known"]):
             say(begun)
-            faulthandler.dump_traceback_later(LIMIT_SECONDS["call"], exit=True)
+            signal.setitimer(signal.ITIMER_REAL, LIMIT_SECONDS["call"])
             verdict = _compared(call, begun)
             say(verdict)
             if (verdict.fault or "").startswith(_FAILS):
