@@ -63,7 +63,7 @@ _FIELDS = re.compile(
     r"(model|train_dtype|num_microbatches|mesh_\w+|auto_sharding|sharding_rules|pipeline_schedule"
     r"|kernel_backends|input\.(global_batch_size|seq_len))\b"
 )
-_FAILS, _DOES_NOT_END = "fails", "does not end within {:g} s"  # Faults.
+_FAILS, _DOES_NOT_END = "fails", "does not end"  # Faults begin so.
 _NO_MEMORY = "is not compared, for lack of memory"  # No fault.
 _REFERENCES = ("reference", "straight_through")  # Backends that nothing is compared with.
 _PLUGINS = ("libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
@@ -214,7 +214,7 @@ def _begun(calls: Iterable[Call], known: Iterable[str]) -> Iterator[tuple[Call, 
 
     A call that the chosen backend cannot compute is an error where the run traces it.
     """
-    fault = _DOES_NOT_END.format(LIMIT_SECONDS["call"])
+    fault = f"{_DOES_NOT_END} within {LIMIT_SECONDS['call']:g} s"
     for call in calls:
         with contextlib.suppress(UserError):
             backend = backend_of(call)
@@ -228,7 +228,7 @@ def _compared(call: Call, begun: Verdict) -> Verdict:
         difference = compare(call)
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
-        if "RESOURCE_EXHAUSTED" in reason:
+        if "RESOURCE_EXHAUSTED" in reason and "vmem" not in reason:  # Of the kernel's own.
             return begun._replace(fault=_NO_MEMORY)
         return begun._replace(fault=f"{_FAILS} ({type(error).__name__}: {reason:.300})")
     return begun._replace(fault=difference and f"is wrong: {difference}")
@@ -292,8 +292,8 @@ def _in_processes(cfg: Any, settings: Mapping[str, str]) -> Known:
     logger.info("Comparing kernels with their references, once per config and kind of device.")
     others = {name: x for name, x in os.environ.items() if "CLIENT_MEM_FRACTION" not in name}
     environment = {
-        "JAX_PLATFORMS": jax.config.jax_platforms or "",
         **(others if settings else os.environ),
+        "JAX_PLATFORMS": jax.config.jax_platforms or "",  # Also those of a flag.
         **settings,
         "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
     }
@@ -317,9 +317,8 @@ def _in_processes(cfg: Any, settings: Mapping[str, str]) -> Known:
             logger.warning("Kernels could not be compared (status %d):\n%s", done.returncode, log)
             return {}
         last = found[-1]
-        if done.returncode != -signal.SIGALRM and last.fault == _DOES_NOT_END.format(
-            LIMIT_SECONDS["call"]
-        ):
+        is_begun = (last.fault or "").startswith(_DOES_NOT_END)
+        if is_begun and done.returncode != -signal.SIGALRM:
             fault = f"its process ended with status {done.returncode}"
             verdicts[last.call] = last._replace(fault=fault)
 

@@ -124,6 +124,24 @@ def test_plain_xla_that_is_wrong_has_no_replacement():
         kernel_check._replaced([wrong], "TPU v6 lite")
 
 
+@pytest.mark.parametrize(
+    ("reason", "fault"),
+    [
+        ("RESOURCE_EXHAUSTED: Out of memory", "is not compared, for lack of memory"),
+        ("RESOURCE_EXHAUSTED: in memory space vmem", "fails (RuntimeError"),
+    ],
+)
+def test_only_a_kernel_that_lacks_memory_of_its_own_has_a_fault(monkeypatch, caplog, reason, fault):
+    def compare(call):
+        raise RuntimeError(reason)
+
+    monkeypatch.setattr(kernel_check, "compare", compare)
+    found = kernel_check._compared(None, kernel_check.Verdict("gmm", "gmm(lhs)", "tpu"))
+    replaced = kernel_check._replaced([found], "TPU v6 lite")
+    assert replaced == ({"gmm": "xla"} if "fails" in fault else {})
+    assert fault in caplog.text
+
+
 def test_a_comparison_that_does_not_start_is_a_warning(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(kernel_check, "COMMAND", ("false",))
     kernel_check.compare_before_devices(config(tmp_path))
