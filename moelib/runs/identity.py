@@ -94,6 +94,11 @@ def identity(config_text: str, cfg: Any) -> dict[str, str]:
     return {path: value for path, value in lines if _effect(path, operational) == "config"}
 
 
+def without_watchers(text: str) -> str:
+    """Returns a config's text, its lines of watchers empty."""
+    return re.sub(r"^watchers\b.*", "", text, flags=re.MULTILINE)
+
+
 def config_hash(cfg: Any) -> str:
     """Returns a digest of the identity of a run, by which its files name its config."""
     values = json.dumps(identity(cfg.debug_string(), cfg), sort_keys=True)
@@ -155,6 +160,8 @@ def warn_other_file(
     except UserError as error:
         logger.warning("%s The config of step %d is used.", error, record.step)
         return
+    if not replaced:
+        written = without_watchers(written)  # Of modules that it may not name.
     texts = (_as_today(written, f"{path}:", names), record.config, cfg.debug_string())
     there, was, here = (text_lines(text) if replaced else identity(text, cfg) for text in texts)
     differ = [x for x in _different(there, here) if there.get(x) != was.get(x)]
