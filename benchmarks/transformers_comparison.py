@@ -51,20 +51,19 @@ def check(sizes: Sizes) -> None:
 
 
 def compare(sizes: Sizes, repeats: int) -> Iterator[Table]:
-    """Yields a table of training steps, and one of generation.
+    """Yields a table of training steps for each number of experts, and one of generation.
 
     Ratios above 1 are for moelib; those of medians are the median of neighboring runs.
     """
     columns = ("moelib>", "transformers>", "ratio>", "ratio of CPU time>")
     default = sizes.num_experts, sizes.num_experts_per_token
     chosen = EXPERTS if default == EXPERTS[0] else (default,)
-    steps = []
     for num_experts, k in chosen:
         one = dataclasses.replace(sizes, num_experts=num_experts, num_experts_per_token=k)
         runs = {"moelib": step_case(one, "learned")["step"].run, "transformers": _step(one)}
         name = f"{num_experts} experts, top-{k}"
-        steps += rows(name, alternate(runs, repeats), lambda seconds: f"{1e3 * seconds:,.0f}")
-    yield Table("Training step, ms", ("model", "time", *columns), steps)
+        found = list(rows(name, alternate(runs, repeats), lambda seconds: f"{1e3 * seconds:,.0f}"))
+        yield Table("Training step, ms", ("model", "time", *columns), found)
     texts = []
     for batch_size in BATCH_SIZES:
         rate = lambda seconds, n=batch_size: f"{n * NEW_TOKENS / seconds:,.0f}"
