@@ -1,14 +1,17 @@
 """Benchmarks on this machine: `python -m benchmarks NAME [flags]`.
 
-    step        one training step of a 17.6M-parameter Mixture-of-Experts model
-    gmm         grouped matmuls of experts, compared with a loop over experts
-    attention   attention, compared with jax.nn.dot_product_attention
-    dispatch    a layer of experts with each dispatcher, on all devices
-    loss        head and cross-entropy, compared with one that holds all logits
+    step          one training step of a 17.6M-parameter Mixture-of-Experts model
+    gmm           grouped matmuls of experts, compared with a loop over experts
+    attention     attention, compared with jax.nn.dot_product_attention
+    dispatch      a layer of experts with each dispatcher, on all devices
+    loss          head and cross-entropy, compared with one that holds all logits
+    transformers  `step` with 16, 64 and 128 experts (or as many as the flags set) and generation,
+                  compared with Hugging Face transformers, on CPU (needs the extra transformers)
 
-All include gradients. Every case runs alternately with a plain matmul in the same process, so that
-a busy machine slows both. Memory is that of one device: the bytes that the program holds, and the
-bytes accessed in one run by XLA's count, which counts the body of a loop once.
+All but generation include gradients. Every case runs alternately with what it is compared with, and
+all but the last also with a plain matmul, in the same process, so that a busy machine slows both.
+Memory is that of one device: the bytes that the program holds, and the bytes accessed in one run by
+XLA's count, which counts the body of a loop once.
 """
 
 import contextlib
@@ -24,7 +27,7 @@ from moelib.launch import DeviceFlags
 from moelib.runtime import platforms
 from moelib.runtime.command_line import flag, run_command
 
-BENCHMARKS = ("step", "gmm", "attention", "dispatch", "loss")
+BENCHMARKS = ("step", "gmm", "attention", "dispatch", "loss", "transformers")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,13 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
     from moelib.runtime.table import print_table
 
+    if name == "transformers":
+        from benchmarks import transformers_comparison
+
+        transformers_comparison.check(flags)
+        for table in transformers_comparison.compare(flags, flags.repeats):
+            print_table(table)
+        return
     num_devices = len(jax.devices())
     check_sizes(name, flags, num_devices)
     begin = time.perf_counter()

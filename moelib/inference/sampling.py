@@ -39,7 +39,7 @@ def sample(
         assert seen is not None
         logits = penalize_repetition(logits, seen, sampling.repetition_penalty)
     if sampling.temperature is None:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return _most_likely(logits)
     logits = logits / sampling.temperature
     if sampling.top_k is not None:
         logits = keep_top_k(logits, sampling.top_k)
@@ -116,6 +116,19 @@ def draw(logits: Float32[Array, "B V"], keys: Key[Array, "B"]) -> Int32[Array, "
     until = jnp.cumsum(probs, axis=-1)  # A parallel sum, which may decrease by rounding.
     share = jax.vmap(jax.random.uniform)(keys)[:, None] * until[:, -1:]
     reached = (until > share) & (probs > 0)
-    first = jnp.argmax(reached, axis=-1)
-    most_likely = jnp.argmax(logits, axis=-1)
-    return jnp.where(jnp.any(reached, axis=-1), first, most_likely).astype(jnp.int32)
+    return jnp.where(jnp.any(reached, axis=-1), _first(reached), _most_likely(logits))
+
+
+def _most_likely(logits: Float32[Array, "B V"]) -> Int32[Array, "B"]:
+    """Returns the first of the most likely tokens."""
+    return _first(logits == jnp.max(logits, axis=-1, keepdims=True))
+
+
+def _first(chosen: Bool[Array, "B V"]) -> Int32[Array, "B"]:
+    """Returns the first chosen token of each sequence, the last token if none is chosen.
+
+    For 8 sequences and a vocabulary of 8,192 XLA:CPU takes 280 us for `jnp.argmax`, which reduces
+    pairs, and 30 us for the maximum and this minimum.
+    """
+    index = jax.lax.broadcasted_iota(jnp.int32, chosen.shape, 1)
+    return jnp.min(jnp.where(chosen, index, chosen.shape[1] - 1), axis=-1)

@@ -13,6 +13,7 @@ import pytest
 from benchmarks import __main__ as bench
 from benchmarks import cases as bench_cases
 from benchmarks import measure, task_lines, tiny_runs
+from benchmarks import transformers_comparison as comparison
 from benchmarks.calibration import as_markdown, calibrate
 from benchmarks.published_runs import EXCLUDED, PUBLISHED_RUNS
 from benchmarks.sizes import Sizes, check_sizes, describe
@@ -161,6 +162,37 @@ def test_the_routing_is_named_where_it_is_used():
 def test_an_unknown_benchmark_names_the_known_ones():
     with pytest.raises(UsageError, match="'stpe'"):
         bench.run(bench.Flags(), ["stpe"])
+
+
+def test_ratios_are_of_the_least_times_and_of_neighboring_runs():
+    ours = comparison.Times([2.0, 1.0, 4.0], [1.0, 1.0, 1.0])
+    theirs = comparison.Times([2.0, 3.0, 16.0], [0.5, 1.0, 3.0])
+    found = comparison.rows("8", {"moelib": ours, "transformers": theirs}, str)
+    assert list(found) == [
+        ("8", "least", "1.0", "2.0", "2.00", "0.50"),
+        ("8", "median", "2.0", "3.0", "3.00", "1.00"),
+    ]
+
+
+def test_the_first_two_rounds_of_a_comparison_are_not_counted():
+    order = []
+    runs = {name: lambda name=name: order.append(name) for name in ("a", "b")}
+    times = comparison.alternate(runs, 2)
+    assert order == ["a", "b"] * 4
+    assert [len(times[name].wall) for name in runs] == [2, 2]
+
+
+def test_transformers_is_compared_in_float32_only():
+    with pytest.raises(UsageError, match="--dtype=bfloat16"):
+        comparison.check(dataclasses.replace(SMALL, dtype="bfloat16"))
+
+
+@pytest.mark.hf
+def test_steps_and_texts_of_transformers_are_compared():
+    sizes = dataclasses.replace(SMALL, num_layers=1, vocab_size=64, num_experts=4)
+    steps, texts = comparison.compare(sizes, 1)
+    assert {row[0] for row in steps.rows} == {"4 experts, top-2"}
+    assert {row[0] for row in texts.rows} == {"1", "8"}
 
 
 SOURCE = '''"""Docstring

@@ -288,6 +288,14 @@ def test_logits_that_are_not_finite_are_an_error(model, settings):
         many(broken, **settings)
 
 
+def test_one_logit_of_many_that_is_nan_is_an_error():
+    cfg = tiny.model_config(decoder(layer(), kind=LoopStack)).set(vocab_size=1024)
+    model, params = with_parameters(cfg)
+    weight = params["lm_head"]["weight"].at[:, 700].set(np.nan)
+    with pytest.raises(ValueError, match="token 1"):
+        many((model, params | {"lm_head": {"weight": weight}}), **GREEDY)
+
+
 def test_an_error_comes_after_the_tokens_before_it(model):
     first = [text[0] for text in many(model, **GREEDY)]
     unread = next(token for token in first if not any(token in prompt for prompt in PROMPTS))

