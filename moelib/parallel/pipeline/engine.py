@@ -100,7 +100,9 @@ def run_pipeline(
         microbatches: Tree of arrays [M, ...].
         layers: Arrays of stages that are only read, as `params`; by default `layout.rows`.
         uniform: Whether all ranks compute the slots of all, and keep the results of their own.
-            Permutes of XLA for CPUs wait for all devices, and hang in a branch that some take.
+            Permutes of XLA for CPUs wait for all devices, and hang in a branch that some take:
+            those of ring attention (axis "seq"), and of values that move between the axes
+            "expert" and "model". Other collectives wait for their own group only.
     """
     num = jax.tree.leaves(microbatches)[0].shape[0]
     ticks = ticks_of(layout.schedule, layout.num_ranks, num)
