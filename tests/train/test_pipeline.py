@@ -166,6 +166,23 @@ def test_dense_layers_in_a_pipeline(monkeypatch):
     assert sizes[-1] < sizes[0] / 5  # The inputs of blocks, which are recomputed.
 
 
+def test_a_schedule_that_keeps_much_more_than_1f1b_is_reported(caplog):
+    cfg = model_config(stacked(transformer_layer(), num_layers=4))
+
+    def warnings(schedule):
+        caplog.clear()
+        pipeline = PipelineConfig(schedule, 2)
+        step_of(cfg, {"pipeline": 2}, pipeline, num_microbatches=4, traced=True)
+        return [r.args[:2] for r in caplog.records if r.name == engine.__name__]
+
+    assert not warnings(Schedule.DUALPIPE_V)
+    cfg.decoder.remat = config_for_function(remat)
+    ((name, times),) = warnings(Schedule.DUALPIPE_V)
+    assert name == "DUALPIPE_V"
+    assert times > 1.5
+    assert not warnings(Schedule.ONE_F_ONE_B)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", [Schedule.ONE_F_ONE_B, Schedule.DUALPIPE_V])
 def test_a_step_in_bfloat16_is_as_exact_as_one_without_a_pipeline(schedule):
