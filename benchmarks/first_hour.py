@@ -88,7 +88,7 @@ def kernels(flags: Flags) -> Iterator[Row]:
                 with kernel_backends({call.kernel: name}):
                     row["backend"] = backend_of(call)
                     yield {**row, "verdict": "did not end"}
-                    row["verdict"] = compare(call).difference or "right"
+                    row["verdict"] = compare(call) or "right"
             except Exception as error:
                 row["verdict"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             yield {**row, "total_seconds": time.perf_counter() - begin}
@@ -97,8 +97,9 @@ def kernels(flags: Flags) -> Iterator[Row]:
 def _further_calls(tiny: bool) -> list[Any]:
     """Returns calls with options that the trained model lacks: those of gpt-oss, and FP8."""
     from moelib.kernels.backend import Call
-    from moelib.kernels.flash_attention import MaskSpec
-    from moelib.kernels.quantized_matmul import Quantization
+    from moelib.kernels.flash_attention import MaskSpec, flash_attention
+    from moelib.kernels.gmm import gmm_activated
+    from moelib.kernels.quantized_matmul import Quantization, matmul_of_quantized
     from moelib.layers.activation import Activation
 
     dtype, length, width = ("float32", 64, 64) if tiny else ("bfloat16", 4096, 2880)
@@ -107,11 +108,12 @@ def _further_calls(tiny: bool) -> list[Any]:
     of = [("lhs", (rows, width), dtype), ("rhs", (8, 2, width, width), dtype)]
     of += [("group_sizes", (8,), "int32"), ("bias", (8, 2, width), dtype)]
     dense = [("x", (2, length, 512), dtype), ("weight", (512, 1024), dtype)]
-    swiglu = Activation.SWIGLU.function
+    sinks = ("sinks", (8,), dtype)
+    swiglu, scheme = Activation.SWIGLU.function, Quantization.FP8_TENSOR
     return [
-        Call("flash_attention", "flash_attention", (*qkv, ("sinks", (8,), dtype)), (spec,)),
-        Call("gmm", "gmm_activated", tuple(of), (swiglu,)),
-        Call("quantized_matmul", "quantized_matmul", tuple(dense), (Quantization.FP8_TENSOR,)),
+        Call("flash_attention", flash_attention, (*qkv, sinks), (("spec", spec),)),
+        Call("gmm", gmm_activated, tuple(of), (("activation", swiglu),)),
+        Call("quantized_matmul", matmul_of_quantized, tuple(dense), (("scheme", scheme),)),
     ]
 
 
@@ -349,17 +351,16 @@ def _in_process_of_its_own(flags: Flags, name: str) -> Row:
     command += [f"--jax_backend={flags.jax_backend}"] if flags.jax_backend else []
     pathlib.Path(_file(flags, name)).unlink(missing_ok=True)
     log = os.path.join(flags.folder, f"part-{name}.log")
-    begin, problem = time.perf_counter(), None
+    begin = time.perf_counter()
     with open(log, "wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        seconds = None if flags.tiny else limit
         try:
-            if status := process.wait(timeout=None if flags.tiny else limit):
-                problem = f"exit status {status}; see {log}"
+            done = subprocess.run(
+                command, stdout=out, stderr=subprocess.STDOUT, timeout=seconds, check=False
+            )
+            problem = f"exit status {done.returncode}; see {log}" if done.returncode else None
         except subprocess.TimeoutExpired:
             problem = f"stopped after {limit:g} s"
-        finally:
-            process.kill()
-            process.wait()
     found: Row = {"device": None, "rows": []}
     if os.path.exists(_file(flags, name)):
         found = json.loads(pathlib.Path(_file(flags, name)).read_text(encoding="utf-8"))

@@ -11,7 +11,6 @@ import typing
 from typing import Any, Literal, Self
 
 from moelib.checkpoint.policy import best_steps
-from moelib.core import tree
 from moelib.core.config import did_you_mean
 from moelib.core.config_types import fits
 from moelib.core.errors import MissingFileError, UserError
@@ -270,6 +269,8 @@ def _step_folders(directory: str) -> dict[int, str]:
 
 def describe_arrays(state: Any) -> Arrays:
     """Returns dtype and sizes of every array of a tree, by path."""
+    from moelib.core import tree  # It imports JAX, which readers of records do not need.
+
     return {path: [str(x.dtype), list(x.shape)] for path, x in tree.flatten_items(state)}
 
 

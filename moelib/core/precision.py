@@ -11,7 +11,7 @@
 | Operands of quantized matmuls | 8 bits | `quantization` of layers | `layers.quantization` |
 | Gradients of matrices | `train_dtype` | `Cast.STEP` | the matmuls |
 | Gradients of tables, norms, ... | float32 | `Cast.READ`, `Cast.NEVER` | the lookup; layers |
-| Sums of gradients over devices | that of the gradient | none | the compiler |
+| Sums of gradients over devices | that of the gradient | `reduce_dtype` | the matmuls; gathers |
 | Sums over micro-batches | float32 | none | `learner.accumulation`, `parallel.pipeline` |
 | Clipping, optimizers, averages | float32 | none | `learner.learner`, `learner.ema` |
 | Stored moments of optimizers | float32 | `first_moment`, `second_moment` | `learner.moments` |
@@ -22,9 +22,10 @@
 also cast matrices to the dtype of their inputs, because `dtype` may differ between layers.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -34,6 +35,10 @@ from moelib.core import tree
 from moelib.core.errors import UserError
 from moelib.core.param import Cast, ParameterSpec, is_spec, specs_by_path
 from moelib.core.tree import Nested
+from moelib.core.varying import vary, varying_axes
+
+# Whether the gradients of weights are summed over devices in float32; in the keys of JAX's traces.
+_in_float32 = jax.make_user_context(False)
 
 
 def check_float(field: str, dtype: Any) -> None:
@@ -157,3 +162,58 @@ def cast_floats(arrays: Any, dtype: Any) -> Any:
     """Returns a tree with its floating-point arrays cast to `dtype`."""
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
     return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, arrays)
+
+
+# -- Sums of gradients over devices ----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def reduce_dtype(dtype: str | None) -> Iterator[None]:
+    """Sets the dtype of sums of weights' gradients over devices, for what is traced inside.
+
+    None is that of the gradient; a sum over n devices in bfloat16 is rounded up to n - 1 times.
+    """
+    with _in_float32(dtype == "float32"):
+        yield
+
+
+def is_reduced_in_float32(dtype: Any) -> bool:
+    """Returns whether gradients of a dtype are summed over devices in float32 instead."""
+    return bool(_in_float32.value) and jnp.finfo(dtype).bits < 32
+
+
+def gathered(gather: Callable[[jax.Array], jax.Array], shard: jax.Array) -> jax.Array:
+    """Returns `gather(shard)`, a linear function, whose transpose sums in the `reduce_dtype`."""
+    if not is_reduced_in_float32(shard.dtype):
+        return gather(shard)
+    shape, dtype, axes = shard.shape, shard.dtype, sorted(varying_axes(shard))
+
+    def scatter(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+        pull: Any = jax.vjp(gather, vary(jnp.zeros(shape, jnp.float32), axes))[1]
+        return (pull(gradient.astype(jnp.float32))[0].astype(dtype),)
+
+    run = jax.custom_vjp(gather)
+    run.defvjp(lambda shard: (gather(shard), None), scatter)
+    return run(shard)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def tensordot(x: jax.Array, weight: jax.Array, num_inputs: int) -> jax.Array:
+    """Returns `jnp.tensordot`, whose gradient of the weight is rounded after it is summed."""
+    return jnp.tensordot(x, weight, num_inputs)
+
+
+def _tensordot_fwd(x: jax.Array, weight: jax.Array, num_inputs: int) -> Any:
+    return jnp.tensordot(x, weight, num_inputs), (x, weight)
+
+
+def _tensordot_bwd(num_inputs: int, saved: tuple[jax.Array, jax.Array], g: jax.Array) -> Any:
+    x, weight = saved
+    tokens, outputs = range(x.ndim - num_inputs), range(num_inputs, weight.ndim)
+    of_outputs = [*range(x.ndim - num_inputs, g.ndim)], [*outputs]
+    of_tokens = [*tokens], [*tokens]
+    of_weight = jnp.tensordot(x, g, of_tokens, preferred_element_type=jnp.float32)
+    return jnp.tensordot(g, weight, of_outputs), of_weight.astype(weight.dtype)
+
+
+tensordot.defvjp(_tensordot_fwd, _tensordot_bwd)

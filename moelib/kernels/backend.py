@@ -43,18 +43,18 @@ _traced: dict[str, str] = {}  # The backend of each kernel when it was last trac
 
 
 class Call(NamedTuple):
-    """A call of a kernel's entry, as it was traced: all that the kernel's program depends on."""
+    """A call of a kernel, as it was traced: all that the kernel's program depends on."""
 
     kernel: str
-    entry: str  # Name of the function.
+    function: Callable[..., jax.Array]  # Of operands and options, by name.
     operands: tuple[tuple[str, tuple[int, ...], str], ...]  # Name, shape and dtype of each.
-    options: tuple[Any, ...]  # Static arguments, hashable.
+    options: tuple[tuple[str, Any], ...]  # Static arguments, hashable.
 
     def __str__(self) -> str:
         shapes = ", ".join(f"{name} {dtype}{list(shape)}" for name, shape, dtype in self.operands)
-        options = ", ".join(getattr(x, "__name__", str(x)) for x in self.options)
+        options = ", ".join(getattr(x, "__name__", str(x)) for _, x in self.options)
         options = re.sub(" at 0x[0-9a-f]+", "", options)  # Of functions, other in each process.
-        return f"{self.entry}({shapes}{', ' * bool(options)}{options})"
+        return f"{self.function.__name__}({shapes}{', ' * bool(options)}{options})"
 
 
 class Device(NamedTuple):
@@ -195,13 +195,15 @@ def recorded_calls() -> Iterator[list[Call]]:
         _recording.remove(calls)
 
 
-def record(kernel: str, entry: str, operands: Mapping[str, Any], *options: Any) -> None:
-    """Adds a call of a kernel's entry to the lists of `recorded_calls`; None is no operand."""
+def record(
+    kernel: str, function: Callable[..., jax.Array], operands: Mapping[str, Any], **options: Any
+) -> None:
+    """Adds a call of a kernel to the lists of `recorded_calls`; None is no operand."""
     if not _recording:
         return
     given = ((name, x) for name, x in operands.items() if x is not None)
     shapes = tuple((name, tuple(x.shape), str(x.dtype)) for name, x in given)
-    call = Call(kernel, entry, shapes, options)
+    call = Call(kernel, function, shapes, tuple(options.items()))
     for calls in _recording:
         if call not in calls:
             calls.append(call)

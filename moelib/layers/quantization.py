@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from moelib.core import precision
 from moelib.core.param import Axes, Cast, ParameterSpec, specs_by_path
 from moelib.core.tree import Nested, by_path
 from moelib.kernels.gmm import gmm
@@ -181,7 +182,8 @@ def project(
 ) -> Array:
     """Returns x W, summed over the last dimensions of x and the first `num_inputs` of W."""
     if not isinstance(weight, QuantizedWeight):
-        return jnp.tensordot(x, weight, num_inputs)
+        wide = precision.is_reduced_in_float32(weight.dtype)
+        return (precision.tensordot if wide else jnp.tensordot)(x, weight, num_inputs)
     lead = x.shape[: x.ndim - num_inputs]
     num = math.prod(weight.shape[:num_inputs])
     tokens = x.reshape(-1, *lead[-1:], num) if lead else x.reshape(1, 1, num)

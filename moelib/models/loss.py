@@ -67,7 +67,7 @@ def language_model_loss(
     split = sharding.keep_axes(split, axes)  # Devices that share tokens share the head.
 
     def summed(hidden: Array, head: Array, labels: Array, sources: Array | None) -> TokenLoss:
-        head = gather(vary(head, axes), split, keep=vocab)
+        head = gather(head, split, axes, keep=vocab)
         hidden, labels, sources = vary((hidden, labels, sources), axes)
         out = _sums(hidden, head, labels, tied, z_loss, vocab, chunk_size, sources)
         return jax.tree.map(lambda x: jax.lax.psum(x, axes) if axes else x, out)

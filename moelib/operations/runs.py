@@ -1,5 +1,6 @@
 """The runs below a folder: their state, their metrics, and how they differ."""
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -8,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from moelib.checkpoint.contents import RECORD_FILE, list_checkpoints, list_lost
 from moelib.core.errors import UserError
 from moelib.operations.curves import RunMetrics
 from moelib.runs.folder import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, RunFolder
@@ -78,8 +80,11 @@ def describe_run(directory: str, metrics: RunMetrics, name: str) -> Run:
             config = file.read()
     found = re.search(r"^max_step: (\d+)$", config, re.MULTILINE)
     max_step = int(found[1]) if found else None
-    events = RunFolder(directory).events()
+    run_folder = RunFolder(directory)
+    events = run_folder.events()
     state, cause = _state(directory, events, max_step is not None and step >= max_step)
+    if state == "finished" and (lost := _lost_checkpoint(run_folder.checkpoints)):
+        state, cause = "failed", lost
     origin = next((x for x in events if x["event"] == "init_from"), {})
     is_validation = re.compile(VALIDATION)
     return Run(
@@ -115,6 +120,15 @@ def _state(directory: str, events: Sequence[Mapping[str, Any]], is_done: bool) -
         return "failed", str(error)
     stopped_by = last.get("stopped_by")
     return ("stopped", str(stopped_by)) if stopped_by else ("finished", "")
+
+
+def _lost_checkpoint(folder: str) -> str:
+    """Returns which checkpoint lacks its record, if no other one has its; stores are not read."""
+    with contextlib.suppress(UserError):  # It cannot be listed.
+        lost = [] if storage.is_remote(folder) else list_lost(folder)
+        if lost and not list_checkpoints(folder):
+            return f"{lost[-1]} has no {RECORD_FILE}, and is the only checkpoint: put the file back"
+    return ""
 
 
 def list_runs(folders: Sequence[str]) -> list[Run]:

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from moelib.checkpoint.contents import list_checkpoints
 from moelib.core.errors import UserError
 from moelib.operations.curves import RunMetrics
 from moelib.operations.runs import VALIDATION, describe_run, find_runs, runs_table, seconds_left
@@ -136,8 +137,6 @@ class StatusServer(ThreadingHTTPServer):
 
 
 def _described(path: str, metrics: RunMetrics, name: str) -> dict[str, Any]:
-    from moelib.checkpoint.contents import list_checkpoints
-
     run = describe_run(path, metrics, name)
     tiles = [(title, key, form) for title, key, form in _TILES if metrics.last(key) is not None]
     shown = [(title, form.format(metrics.last(key))) for title, key, form in tiles]

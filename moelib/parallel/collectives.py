@@ -1,8 +1,8 @@
 """Gathers of sharded weights inside `jax.shard_map`, whose gradients are reduce-scattered.
 
 Every shard_map of the library checks varying axes (check_vma). Inputs of a local computation are
-first made varying over all axes by `moelib.core.varying.vary`, whose transpose is a psum. Both sums
-are in the dtype of the arrays: cast to the compute dtype first, and gradients are sent in it.
+first made varying over all axes by `moelib.core.varying.vary`, whose transpose is a psum. Gathers
+are in the dtype of the arrays, and sums of gradients in it or in the trainer's `reduce_dtype`.
 """
 
 from collections.abc import Sequence
@@ -11,25 +11,41 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from moelib.core import precision
 from moelib.core.errors import UserError
+from moelib.core.varying import vary
 from moelib.parallel.sharding import mesh_axes_of
 
 
-def gather(x: jax.Array, spec: PartitionSpec, *, keep: Sequence[str] = ()) -> jax.Array:
-    """Returns an array gathered over all mesh axes that shard it, except those to keep.
+def gather(
+    x: jax.Array, spec: PartitionSpec, axes: Sequence[str] = (), *, keep: Sequence[str] = ()
+) -> jax.Array:
+    """Returns a weight gathered over all mesh axes that shard it, except those to keep.
 
-    `x` is this device's shard of an array that `spec` shards.
+    Args:
+        x: This device's shard of it.
+        spec: Its sharding.
+        axes: Mesh axes over which devices differ; gradients are summed over all of them.
+        keep: Mesh axes over which it stays sharded.
 
     Raises:
-        UserError: If a dimension is sharded over axes to keep and others.
+        UserError: If a dimension is sharded over an axis to keep after one to gather.
     """
-    for dim, axes in enumerate(mesh_axes_of(spec)):
-        gathered = tuple(axis for axis in axes if axis not in keep)
-        if gathered and gathered != axes:
+    dims: list[tuple[int, tuple[str, ...]]] = []
+    for dim, names in enumerate(mesh_axes_of(spec)):
+        gathered = tuple(axis for axis in names if axis not in keep)
+        if names[len(names) - len(gathered) :] != gathered:
             raise UserError(
-                f"dimension {dim} is sharded over {axes}, of which only {tuple(keep)} are kept; "
-                "change the sharding rules so that all of them are kept or none."
+                f"dimension {dim} is sharded over {names}, of which {tuple(keep)} are kept; change "
+                "the sharding rules so that those to keep come first."
             )
         if gathered:
-            x = lax.all_gather(x, gathered, axis=dim, tiled=True)
-    return x
+            dims.append((dim, gathered))
+
+    def whole(x: jax.Array) -> jax.Array:
+        x = vary(x, axes)
+        for dim, names in dims:
+            x = lax.all_gather(x, names, axis=dim, tiled=True)
+        return x
+
+    return precision.gathered(whole, x)

@@ -58,6 +58,9 @@ PIPELINE_RULES: Rules = {
     name: (*DEFAULT_RULES[name], "pipeline") for name in ("embed", "expert_embed")
 }
 
+_WIDTHS = ("embed", "expert_embed")  # Logical axes of the model width in weights.
+_TILE = 128  # Numbers of the last dimension in a tile of a TPU.
+
 # The changed rules: (logical axis, mesh axes), sorted. JAX includes them in the keys of its traces.
 _overrides = jax.make_user_context(())
 _used: ContextVar[set[str] | None] = ContextVar("moelib_logical_axes_used", default=None)
@@ -185,6 +188,9 @@ def partition_spec(
 ) -> PartitionSpec:
     """Returns the sharding of an array with these logical axes.
 
+    A weight whose last dimension is the width, which only storage shards, has its rows sharded
+    instead if shards of the width end inside a tile: see `_of_rows`.
+
     Args:
         axes: A logical axis, or None, for each dimension.
         mesh_shape: Sizes of the mesh axes.
@@ -195,7 +201,7 @@ def partition_spec(
     Raises:
         SplitError: If a mesh axis would shard two dimensions, or does not divide one.
     """
-    entries: list[Any] = []
+    splits: list[tuple[str, ...]] = []
     used: dict[str, Any] = {}
     for i, name in enumerate(axes):
         split = () if name is None else mesh_axes(name, mesh_shape, rules, array=array)
@@ -213,8 +219,33 @@ def partition_spec(
                 f"{array}: dimension {name!r} of size {shape[i]} is not divisible by {parts} "
                 f"({mesh}); change the size or mesh_shape."
             )
-        entries.append(split[0] if len(split) == 1 else split or None)
-    return PartitionSpec(*entries)
+        splits.append(split)
+    if shape is not None:
+        splits = _of_rows(axes, splits, mesh_shape, shape, rules or current_rules())
+    return PartitionSpec(*(each[0] if len(each) == 1 else each or None for each in splits))
+
+
+def _of_rows(
+    axes: Sequence[str | None],
+    splits: list[tuple[str, ...]],
+    mesh_shape: Mapping[str, int],
+    shape: Sequence[int],
+    rules: Rules,
+) -> list[tuple[str, ...]]:
+    """Returns the mesh axes of each dimension, those of a last dimension "embed" moved to its rows.
+
+    TPUs hold the last dimension in tiles of 128 numbers. Where a shard of the width is no multiple
+    of them, XLA stores the weight transposed, copies what it gathers, and all-reduces the gradient:
+    four layers of width 2,880 over fsdp=2 lose 50 of 337 Mcycles on a v6e, and 1.1 GiB. Rows of
+    lookup tables, which stay sharded, and of experts' biases are left as they are.
+    """
+    if len(axes) < 2 or axes[-1] not in _WIDTHS or axes[-2] in (None, "layers", "experts", "vocab"):
+        return splits
+    # A layer in a pipeline decides as the storage does, which the pipeline's axis shards too.
+    rows, width = (math.prod(mesh_shape.get(a, 1) for a in rules[x]) for x in axes[-2:] if x)
+    if shape[-1] // width % _TILE == 0 or shape[-2] % (rows * width):
+        return splits
+    return [*splits[:-2], (*splits[-2], *splits[-1]), ()]
 
 
 def mesh_axes_of(split: PartitionSpec) -> list[tuple[str, ...]]:

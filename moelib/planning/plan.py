@@ -77,8 +77,8 @@ class CompiledStep:
                 f"{cycles / 1e6:.1f} Mcycles, by the compiler's estimate, are "
                 f"{1e3 * cycles / clock:.1f} ms at {clock / 1e9:.2f} GHz."
             )
-        if report.busy or "bound.flops" in report.figures:
-            lines.append(_nearest_bound(report))
+        if bound := _nearest_bound(report):
+            lines.append(_distance(report, bound))
         if loops := report.loops_of_unknown_length:
             lines.append(f"Loops of unknown length, counted once: {', '.join(loops)}.")
         return lines
@@ -206,7 +206,7 @@ class Plan:
         """
         for step in self.compiled:
             report, own = step.report, step.estimate
-            if report is None or not _is_link_bound(report):
+            if report is None or _nearest_bound(report) != "links":
                 continue
             name = own.candidate.topology.name
             others = [x for x in self.rows if x.candidate.topology.name == name]
@@ -328,9 +328,10 @@ def plan(
 _LESS = 0.8  # Share of the seconds of links, from which on another mesh sends less.
 
 
-def _is_link_bound(report: StepReport) -> bool:
-    bounds = {name: report.figures.get(f"bound.{name}", 0.0) for name in ("flops", "hbm", "links")}
-    return max(bounds.values()) == bounds["links"] > 0.0
+def _nearest_bound(report: StepReport) -> str:
+    """Returns "links", "hbm" or "flops": the bound that is nearest to a played step; "" if none."""
+    bounds = {name: report.figures.get(f"bound.{name}", 0.0) for name in ("links", "hbm", "flops")}
+    return max(bounds, key=bounds.__getitem__) if any(bounds.values()) else ""
 
 
 def _link_finding(report: StepReport, own: Estimate, other: Estimate) -> Finding:
@@ -348,12 +349,11 @@ def _link_finding(report: StepReport, own: Estimate, other: Estimate) -> Finding
     )
 
 
-def _nearest_bound(report: StepReport) -> str:
+def _distance(report: StepReport, nearest: str) -> str:
     """Returns a sentence about the played step, and the bound that is nearest to it."""
     figures = report.figures
     busiest = report.busy[0]["name"] if report.busy else "links"
     names = {"flops": "FLOPs", "hbm": "bytes in HBM", "links": f"bytes on the {busiest}"}
-    nearest = max(names, key=lambda name: figures[f"bound.{name}"])
     played, bound = figures["played.seconds"], figures[f"bound.{nearest}"]
     waits = 100 * figures["played.waits"] / played
     return (

@@ -14,15 +14,13 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from moelib.checkpoint.contents import CheckpointRecord, newest_record
 from moelib.core.errors import UserError
 from moelib.runtime import storage
 from moelib.runtime.lock import LOCK_FILE, directory_lock
 from moelib.runtime.storage import atomic_file, parse_json, read_json, read_text, write_json
-
-if TYPE_CHECKING:  # Needs JAX, and the readers of a run's files do not.
-    from moelib.checkpoint.contents import CheckpointRecord
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +78,8 @@ class RunFolder:
         """The path of the metrics, as JSON lines."""
         return self.file(METRICS_FILE)
 
-    def record(self, step: int | None = None) -> "CheckpointRecord | None":
+    def record(self, step: int | None = None) -> CheckpointRecord | None:
         """Returns the record of the checkpoint of a step, by default the newest; None without."""
-        from moelib.checkpoint.contents import newest_record
-
         return newest_record(self.checkpoints, step)
 
     # -- Events ----------------------------------------------------------------------------------
@@ -122,7 +118,7 @@ class RunFolder:
     # -- Config ----------------------------------------------------------------------------------
 
     def config_text(
-        self, record: "CheckpointRecord | None" = None, *, use_file: bool = False
+        self, record: CheckpointRecord | None = None, *, use_file: bool = False
     ) -> tuple[str, str]:
         """Returns the text of the config and its source, for errors; both empty without one.
 

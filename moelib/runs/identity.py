@@ -43,7 +43,7 @@ _OF_A_PROCESS = r".*\b(prefetch\w*|num_threads|num_workers|path|paths|dir|data_d
 RESUME = (
     (r".*\.dispatcher\.capacity_factor", "config"),  # Decides which tokens are dropped.
     (r"learner\b.*\b(max_step|decay_steps)\b.*", "schedule"),
-    (r"train_dtype", "train_dtype"),
+    (r"train_dtype|reduce_dtype", "train_dtype"),
     (r"num_microbatches", "accumulation"),  # Losses of load balance are over a micro-batch.
     (r"(accept_changes|init_from|rewind_to|skip_batches|mesh_shape|mesh_axis_names)\b.*", FREE),
     (_OF_A_PROCESS, FREE),
@@ -92,6 +92,11 @@ def identity(config_text: str, cfg: Any) -> dict[str, str]:
     operational = _operational(cfg)
     lines = text_lines(config_text).items()
     return {path: value for path, value in lines if _effect(path, operational) == "config"}
+
+
+def without_watchers(text: str) -> str:
+    """Returns a config's text, its lines of watchers empty."""
+    return re.sub(r"^watchers\b.*", "", text, flags=re.MULTILINE)
 
 
 def config_hash(cfg: Any) -> str:
@@ -155,6 +160,8 @@ def warn_other_file(
     except UserError as error:
         logger.warning("%s The config of step %d is used.", error, record.step)
         return
+    if not replaced:
+        written = without_watchers(written)  # Of modules that it may not name.
     texts = (_as_today(written, f"{path}:", names), record.config, cfg.debug_string())
     there, was, here = (text_lines(text) if replaced else identity(text, cfg) for text in texts)
     differ = [x for x in _different(there, here) if there.get(x) != was.get(x)]

@@ -272,6 +272,14 @@ def _published(folder: str, name: str, default: Any, *, file: str = pretrained.C
     return default if value is None else value
 
 
+def _parse(text: str, source: str) -> Any:
+    """Returns a trainer's config, without watchers that it may not name: no model needs them."""
+    try:
+        return config_text.parse(text, source=source)
+    except trusted_code.UntrustedNameError:
+        return config_text.parse(identity.without_watchers(text), source=source)
+
+
 def _read_config(
     folder: str, step: int | None, *, skip_checksums: bool
 ) -> tuple[Any, CheckpointRecord | None]:
@@ -284,7 +292,7 @@ def _read_config(
     record = run.record(step)
     try:
         text, source = run.config_text(record, use_file=skip_checksums)
-        cfg = config_text.parse(text, source=source) if text else None
+        cfg = _parse(text, source) if text else None
     except trusted_code.UntrustedNameError as error:
         # The run's folders are data, too: a hint, from which nothing is imported.
         hint = ", ".join(run.module_dirs())

@@ -12,6 +12,7 @@ from moelib.core import tree
 from moelib.core.errors import UserError
 from moelib.core.module import Module
 from moelib.core.param import is_spec
+from moelib.core.precision import reduce_dtype
 from moelib.data.batches.input import Input
 from moelib.data.batches.prefetch import row_sharding
 from moelib.kernels.backend import kernel_backends, warn_unused_backends
@@ -110,7 +111,8 @@ class StepProgram(Module):
         """Sets mesh, sharding rules and kernel backends; records the logical axes that are used."""
         rules = sharding.sharding_rules(rules_of(self.config))
         kernels = kernel_backends({**self.config.kernel_backends, **self.replaced_kernels})
-        with kernels, jax.set_mesh(self.mesh()), rules as used:
+        reduce = reduce_dtype(self.config.reduce_dtype)
+        with kernels, reduce, jax.set_mesh(self.mesh()), rules as used:
             yield
         self._axes_used |= used
 

@@ -101,9 +101,10 @@ def shardings_table(trainer: Any) -> Table:
             parts = math.prod(mesh[axis] for entry in entries for axis in entry)
             held = tree.count_bytes(spec) // parts
             total += held
+            named = {a: name for name in spec.axes if name for a in sharding.mesh_axes(name, mesh)}
             reasons = [
-                f"[{dim}] {name} over {', '.join(axes)}"
-                for dim, (name, axes) in enumerate(zip(spec.axes, entries, strict=True))
+                f"[{dim}] {', '.join({named[axis]: 0 for axis in axes})} over {', '.join(axes)}"
+                for dim, axes in enumerate(entries)
                 if axes
             ]
             whole = {**report.whole, **report.small}.get(path) if report else None

@@ -6,7 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
@@ -87,6 +87,9 @@ class SpmdTrainer(StepProgram):
         prng_seed: int = 0  # Seed of initial parameters and dropout.
         # Dtype that trainable parameters are cast to in each step; None computes in their own.
         train_dtype: DType | None = None
+        # Dtype in which devices sum gradients of weights; None for that of the gradients. In
+        # bfloat16, sums over n devices are rounded n - 1 times; float32 sends twice the bytes.
+        reduce_dtype: Literal["float32"] | None = None
         # Parts of a batch computed one after the other, with one set of gradients.
         num_microbatches: PositiveInt = 1
         # Another run's checkpoint, or a Hugging Face model, that a new run starts from; None starts

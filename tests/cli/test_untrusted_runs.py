@@ -31,11 +31,11 @@ LINES = [  # Lines of a config.txt that would write the file "ran" if they were 
     "dir: <moelib.runtime.storage:os.system>\ndir.command: 'touch ran'",
     "dir.fn: moelib.core.config_types:resolve_reference\ndir.text: 'os:system'",
     "dir.fn: moelib.runtime.storage:write_json\ndir.path: 'ran'\ndir.value: 1",
-    "watchers.x: <os:system>\nwatchers.x.command: 'touch ran'",  # `watchers` is {} above.
     "dir: <builtins:exec>\ndir.source: 'import hostile'",
     "dir.fn: optax:adamw.__globals__.keys",
     "dir.fn: jax.numpy:load\ndir.file: 'ran'",
 ]
+WATCHER = "watchers.x: <os:system>\nwatchers.x.command: 'touch ran'"  # `watchers` is {} above.
 COMMANDS = {
     "generate": ["--prompt=x"],
     "evaluate": ["--tasks=arc"],
@@ -73,7 +73,7 @@ def folder(trained, tmp_path, monkeypatch):
     [
         *(("generate", lines) for lines in LINES),
         *((command, LINES[0]) for command in COMMANDS if command != "generate"),
-        ("train", next(x for x in LINES if x.startswith("watchers"))),
+        ("train", WATCHER),
     ],
     ids=lambda value: value.split("\n")[0],
 )
@@ -91,6 +91,20 @@ def test_code_that_a_run_names_is_refused_and_not_run(command, lines, folder, ca
     assert "--module" in line or "standard library" in line
     assert not (folder.parent / "ran").exists()
     assert "hostile" not in set(sys.modules) - before
+
+
+@pytest.mark.parametrize("edited", ["config.txt", "record", "both"])
+def test_a_watcher_of_another_module_stops_no_generation_and_is_not_run(edited, folder, capsys):
+    path = str(folder / "checkpoints/step_00000001")
+    record = CheckpointRecord.read(path)
+    text = f"{record.config}\n{WATCHER}\n"
+    if edited != "config.txt":
+        dataclasses.replace(record, config=text).write(path)
+    if edited != "record":
+        (folder / "config.txt").write_text(text)
+    assert main.run(["generate", f"--trainer_dir={folder}", "--prompt=x"]) == 2
+    assert "SyntheticTokens" in capsys.readouterr().err  # It has no tokenizer.
+    assert not (folder.parent / "ran").exists()
 
 
 @pytest.mark.parametrize("kind", ["binary", "folder", "unknown module"])

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from moelib.core.errors import UserError
+from moelib.core.jaxpr import walk
 from moelib.core.param import Cast, ParameterSpec
 from moelib.core.precision import (
     CastAtUse,
@@ -15,6 +16,7 @@ from moelib.core.precision import (
     compute_dtype,
     gradient_dtype,
     read_parameters,
+    tensordot,
 )
 
 
@@ -105,3 +107,21 @@ def test_only_floats_are_cast():
     cast = cast_floats(values, jnp.bfloat16)
     assert (cast["x"].dtype, cast["n"].dtype) == (jnp.bfloat16, jnp.int32)
     assert cast["k"].dtype == values["k"].dtype
+
+
+@pytest.mark.parametrize("inputs", [(5,), (4, 5)])
+def test_a_weights_gradient_is_rounded_after_its_sum(inputs):
+    draw = lambda i, shape: jax.random.normal(jax.random.key(i), shape).astype(jnp.bfloat16)
+    x, weight, g = draw(0, (30, *inputs)), draw(1, (*inputs, 6)), draw(2, (30, 6))
+    y, pull = jax.vjp(lambda x, w: tensordot(x, w, len(inputs)), x, weight)
+    want, plain = jax.vjp(lambda x, w: jnp.tensordot(x, w, len(inputs)), x, weight)
+    np.testing.assert_array_equal(y, want)
+    np.testing.assert_array_equal(pull(g)[0], plain(g)[0])
+    exact = np.tensordot(np.float64(x), np.float64(g), ([0], [0]))
+    np.testing.assert_allclose(np.float64(pull(g)[1]), exact, rtol=2**-8, atol=1e-6)
+    dots = (
+        s.eqn.outvars[0].aval
+        for s in walk(jax.make_jaxpr(pull)(g))
+        if s.eqn.params.get("dimension_numbers")
+    )
+    assert {x.dtype for x in dots if x.shape[-1] == 6} == {np.dtype("float32")}

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from moelib.checkpoint.contents import CheckpointRecord, RunRecord
 from moelib.core.errors import UserError
 from moelib.operations.curves import RunMetrics
 from moelib.operations.runs import list_runs, runs_table, seconds_left
@@ -57,6 +58,19 @@ def test_the_log_of_events_gives_the_state(tmp_path, events, state, cause):
     (run,) = list_runs([str(tmp_path)])
     assert run.state == state
     assert cause in run.cause
+
+
+def test_a_run_whose_only_checkpoint_lost_its_record_is_not_finished(tmp_path):
+    (write_run(tmp_path) / "checkpoints/step_00000030/state").mkdir(parents=True)
+    RunFolder(tmp_path).log("end", step=30)
+    (run,) = list_runs([str(tmp_path)])
+    assert run.state == "failed"
+    assert "step_00000030 has no record/metadata" in run.cause
+    CheckpointRecord.of(RunRecord(step=20), {}, {}).write(
+        str(tmp_path / "checkpoints/step_00000020")
+    )
+    (run,) = list_runs([str(tmp_path)])
+    assert run.state == "finished"  # The other checkpoint is read, with a warning.
 
 
 def test_a_run_that_began_with_the_state_of_another_names_it(tmp_path):

@@ -7,6 +7,7 @@ from moelib.core.param import ParameterSpec
 from moelib.parallel.mesh import MESH_AXIS_NAMES, create_device_mesh, mesh_shape_from_axes
 from moelib.parallel.sharding import (
     DEFAULT_RULES,
+    PIPELINE_RULES,
     check_mesh_axes,
     check_rules_used,
     constrain,
@@ -85,6 +86,43 @@ def test_parameters_get_their_shardings():
     assert shardings["up"].spec == PartitionSpec("fsdp", "model")
     assert shardings["up"].shard_shape((4, 8)) == (1, 4)
     assert shardings["scale"].shard_shape((3,)) == (3,)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "expected"),
+    [
+        # Shards of 1,440 of the width 2,880 end in a tile of 128: the rows are sharded instead.
+        ((32, 2880, 2880), ("experts", "expert_ffn", "expert_embed"), (None, ("model", "fsdp"))),
+        ((64, 64, 2880), ("heads", "head_dim", "embed"), ("model", "fsdp")),
+        ((2, 5632, 2880), ("layers", "ffn", "embed"), (None, ("model", "fsdp"))),
+        ((32, 1408, 2048), ("experts", "expert_ffn", "expert_embed"), (None, "model", "fsdp")),
+        ((32, 2882, 2880), ("experts", "expert_ffn", "expert_embed"), (None, "model", "fsdp")),
+        ((201088, 2880), ("vocab", "embed"), ("model", "fsdp")),
+        ((32, 2880), ("experts", "expert_embed"), (None, "fsdp")),
+        ((2, 2880), ("layers", "embed"), (None, "fsdp")),
+        ((2880, 64, 64), ("embed", "heads", "head_dim"), ("fsdp", "model")),
+    ],
+)
+def test_rows_are_sharded_where_shards_of_the_width_end_in_a_tile(shape, axes, expected):
+    found = partition_spec(axes, MESH, shape=shape)
+    assert found == PartitionSpec(*expected, *(None for _ in shape[len(expected) :]))
+
+
+def test_a_layer_in_a_pipeline_is_sharded_as_its_storage():
+    """256 / 2 = 128 is a whole tile, but the pipeline's two ranks store 64 each."""
+    sizes = {"data": 2, "fsdp": 2, "pipeline": 2}
+    with jax.set_mesh(mesh(**sizes)), sharding_rules(PIPELINE_RULES):
+        split = lambda: partition_spec(("ffn", "embed"), sizes, shape=(512, 256))
+        assert split() == PartitionSpec(("fsdp", "pipeline"), None)
+        inside = []
+        of_ranks = PartitionSpec("pipeline")
+        jax.shard_map(
+            lambda x: inside.append(split()) or x,
+            in_specs=of_ranks,
+            out_specs=of_ranks,
+            axis_names={"pipeline"},
+        )(jnp.zeros(2))
+    assert inside == [PartitionSpec("fsdp", None)]
 
 
 def test_rules_change_inside_the_block_only():

@@ -38,7 +38,7 @@ def _plant(fault):
 
 
 def _compare(call, *, compare=check.compare):
-    return compare(call) if call.kernel == "gmm" else check.Comparison(None)
+    return compare(call) if call.kernel == "gmm" else None
 
 
 def config(folder):

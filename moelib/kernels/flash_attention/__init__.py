@@ -71,16 +71,17 @@ def flash_attention(
     arXiv:2004.05150; logit cap: Gemma 2, arXiv:2408.00118; sinks: GPT-OSS, arXiv:2508.10925.
     """
     backend = backends.chosen_backend("flash_attention", backend)
-    passes.check(q, k, v, whole_sequences(q.shape[1], segment_ids), spec, sinks=sinks, whole=True)
+    positions = whole_sequences(q.shape[1], segment_ids)
+    passes.check(q, k, v, positions, spec, sinks=sinks, whole=True)
     named = {"q": q, "k": k, "v": v, "sinks": sinks, "segment_ids": segment_ids}
-    backends.record("flash_attention", "flash_attention", named, spec)
-    operands = align(q, k, v, sinks, segment_ids)
+    backends.record("flash_attention", flash_attention, named, spec=spec)
     if backend in ("cudnn", "reference"):
         forms = {"cudnn": cudnn.attention, "reference": reference.attention}
         forms = {name: functools.partial(form, spec=spec) for name, form in forms.items()}
         reasons = {"cudnn": cudnn.reason_against(q, v, segment_ids, sinks, spec)}
+        operands = align(q, k, v, sinks, positions)
         return backends.run("flash_attention", backend, forms, reasons, *operands)
-    return _attention(spec, backend, *operands)
+    return _attention(spec, backend, *align(q, k, v, sinks, segment_ids))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

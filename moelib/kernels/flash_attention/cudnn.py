@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from moelib.core.errors import UserError
 from moelib.kernels.backend import how_to_set
-from moelib.kernels.flash_attention.reference import MaskSpec
+from moelib.kernels.flash_attention.reference import MaskSpec, Positions
 from moelib.kernels.operands import of_one_width
 
 _DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -48,7 +48,7 @@ def attention(
     k: Float[Array, "B S G Dh"],
     v: Float[Array, "B S G Dv"],
     sinks: None,
-    segment_ids: Int[Array, "B S"] | None,
+    positions: Positions,
     *,
     spec: MaskSpec,
 ) -> Float[Array, "B S H Dv"]:
@@ -60,7 +60,7 @@ def attention(
     del sinks
     v_dim, (q, k, v) = v.shape[3], of_one_width(q, k, v)
     mask = None
-    if segment_ids is not None:
+    if (segment_ids := positions.q_segments) is not None:
         mask = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
     try:
         out = jax.nn.dot_product_attention(

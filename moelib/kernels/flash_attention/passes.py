@@ -21,10 +21,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int
 
 from moelib.kernels import backend as backends
-from moelib.kernels.flash_attention import gpu, tpu, xla
+from moelib.kernels.flash_attention import gpu, reference, tpu, xla
 from moelib.kernels.flash_attention.reference import MaskSpec, Positions
 from moelib.kernels.operands import check_dtypes, check_shapes
 
@@ -52,9 +52,8 @@ def attention_forward(
     """
     check(q, k, v, positions, spec)
     segments = {"q_segments": positions.q_segments, "k_segments": positions.k_segments}
-    backends.record(
-        "flash_attention", "attention_forward", {"q": q, "k": k, "v": v, **segments}, spec
-    )
+    named = {"q": q, "k": k, "v": v, **segments}
+    backends.record("flash_attention", attention_of_shards, named, spec=spec)
     backend = backends.chosen_backend("flash_attention", backend)
     return run("forward", backend, (q, k, v, None, positions), spec, in_order=False)
 
@@ -101,6 +100,47 @@ def attention_backward(
     backend = backends.chosen_backend("flash_attention", backend)
     grad, delta = grad.astype(q.dtype), output_times_gradient(out, grad)
     return run("backward", backend, (q, k, v, lse, delta, grad, positions), spec, in_order=False)
+
+
+def attention_of_shards(
+    q: Float[Array, "B Q H Dh"],
+    k: Float[Array, "B K G Dh"],
+    v: Float[Array, "B K G Dv"],
+    q_segments: Int[Array, "B Q"] | None = None,
+    k_segments: Int[Array, "B K"] | None = None,
+    *,
+    spec: MaskSpec,
+) -> Float32[Array, "B Q H Dv"]:
+    """Returns the attention of a shard of queries in zigzag to one of keys; differentiable.
+
+    Both passes are those above, or their definition by the backend "reference". For comparisons: in
+    a ring the logsumexp of all shards enters the backward pass.
+    """
+    half, index = q.shape[1] // 2, jnp.arange(q.shape[1], dtype=jnp.int32)
+    positions = Positions(
+        jnp.where(index < half, index, index + k.shape[1]),
+        jnp.arange(k.shape[1], dtype=jnp.int32) + half,
+        q_segments,
+        k_segments,
+    )
+    if backends.chosen_backend("flash_attention") == "reference":
+        return reference.attention(q, k, v, None, positions, spec=spec)
+
+    @jax.custom_vjp
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        return attention_forward(q, k, v, positions, spec)[0]
+
+    def forward(q: Array, k: Array, v: Array) -> Any:
+        out, lse = attention_forward(q, k, v, positions, spec)
+        return out, (q, k, v, out, lse)
+
+    def backward(saved: Any, grad: Array) -> Any:
+        q, k, v, out, lse = saved
+        grads = attention_backward(q, k, v, out, lse, grad, positions, spec)
+        return tuple(x.astype(q.dtype) for x in grads)
+
+    attend.defvjp(forward, backward)
+    return attend(q, k, v)
 
 
 def output_times_gradient(

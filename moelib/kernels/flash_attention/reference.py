@@ -1,4 +1,7 @@
-"""Reference of attention: all scores at once, in float32."""
+"""Reference of attention: scores in float32, of a block of queries and all keys at once.
+
+Its memory is linear in the sequence, so that it can be compared with kernels at any length.
+"""
 
 from typing import NamedTuple
 
@@ -8,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 MASKED = -1e30  # Finite: a query that sees no key never becomes NaN.
 EMPTY = MASKED / 10  # The logsumexp of no key at all: far above MASKED, far below any score.
+_BLOCK = 64  # Queries.
 
 
 class MaskSpec(NamedTuple):
@@ -53,24 +57,38 @@ def capped(scores: Float[Array, "..."], spec: MaskSpec) -> Float[Array, "..."]:
 
 
 def attention(
-    q: Float[Array, "B S H Dh"],
-    k: Float[Array, "B S G Dh"],
-    v: Float[Array, "B S G Dv"],
+    q: Float[Array, "B Q H Dh"],
+    k: Float[Array, "B K G Dh"],
+    v: Float[Array, "B K G Dv"],
     sinks: Float[Array, "H"] | None,
-    segment_ids: Int[Array, "B S"] | None,
+    positions: Positions,
     *,
     spec: MaskSpec,
-) -> Float[Array, "B S H Dv"]:
-    """Returns softmax(masked scores) v; a sink is one more score of the softmax, with no value."""
-    batch, length, heads, dim = q.shape
-    groups = k.shape[2]
-    grouped = q.reshape(batch, length, groups, heads // groups, dim)
-    scores = jnp.einsum("bqgnd,bkgd->bgnqk", grouped, k, preferred_element_type=jnp.float32)
-    mask = attention_mask(whole_sequences(length, segment_ids), spec)[:, None, None]
-    scores = jnp.where(mask, capped(scores * spec.scale, spec), MASKED)
-    if sinks is not None:
-        column = sinks.astype(jnp.float32).reshape(1, groups, -1, 1, 1)
-        column = jnp.broadcast_to(column, (*scores.shape[:-1], 1))
-        scores = jnp.concatenate([scores, column], axis=-1)
-    probs = jax.nn.softmax(scores, axis=-1)[..., :length].astype(v.dtype)
-    return jnp.einsum("bgnqk,bkgd->bqgnd", probs, v).reshape(*q.shape[:3], -1)
+) -> Float[Array, "B Q H Dv"]:
+    """Returns softmax(masked scores) v, zeros for a query that sees no key.
+
+    A sink is one more score of the softmax, with no value.
+    """
+    batch, num_keys, groups, dim = k.shape
+    q_segments, k_segments = positions.q_segments, positions.k_segments
+
+    @jax.checkpoint
+    def of_query(operands: tuple[Array, Array, Array | None]) -> Float[Array, "B H Dv"]:
+        q, index, segments = operands
+        segments = None if segments is None else segments[:, None]
+        grouped = q.reshape(batch, groups, -1, dim)
+        scores = jnp.einsum("bgnd,bkgd->bgnk", grouped, k, preferred_element_type=jnp.float32)
+        at = Positions(index[None], positions.k_index, segments, k_segments)
+        mask = attention_mask(at, spec)[:, None]  # [b, 1, 1, K]
+        scores = jnp.where(mask, capped(scores * spec.scale, spec), MASKED)
+        if sinks is not None:
+            column = sinks.astype(jnp.float32).reshape(1, groups, -1, 1)
+            column = jnp.broadcast_to(column, (*scores.shape[:-1], 1))
+            scores = jnp.concatenate([scores, column], axis=-1)
+        probs = jax.nn.softmax(scores, axis=-1)[..., :num_keys]
+        probs = jnp.where(mask, probs, 0).astype(v.dtype)
+        return jnp.einsum("bgnk,bkgd->bgnd", probs, v).reshape(batch, q.shape[1], -1)
+
+    segments = None if q_segments is None else q_segments.T
+    queries = q.swapaxes(0, 1), positions.q_index, segments
+    return jax.lax.map(of_query, queries, batch_size=_BLOCK).swapaxes(0, 1)

@@ -67,6 +67,8 @@ def gmm(
             or cannot take the operands.
     """
     options = _Options(None, backends.chosen_backend("gmm", backend), None)
+    operands = {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes, "bias": bias}
+    backends.record("gmm", gmm, operands)
     bias = None if bias is None else bias[:, None]
     return _entry("gmm", options, lhs, rhs[:, None], group_sizes, bias)
 
@@ -99,6 +101,8 @@ def gmm_activated(
             products.
     """
     options = _Options(activation, backends.chosen_backend("gmm", backend), products_name)
+    operands = {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes, "bias": bias}
+    backends.record("gmm", gmm_activated, operands, activation=activation)
     return _entry("gmm_activated", options, lhs, rhs, group_sizes, bias)
 
 
@@ -156,7 +160,6 @@ def _entry(
     shapes = {name: (x, dims[name]) for name, x in {**floats, "group_sizes": sizes}.items()}
     check_shapes(kernel, shapes)
     check_dtypes(kernel, floats, {"group_sizes": sizes})
-    backends.record("gmm", kernel, {**floats, "group_sizes": sizes}, options.activation)
     operands = align(lhs, rhs, sizes, bias)
     if options.backend == "reference":
         return _value(options, *operands)

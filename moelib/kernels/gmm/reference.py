@@ -1,13 +1,16 @@
-"""Reference of the grouped matmul: every row is multiplied by every group's matrices.
+"""Reference of the grouped matmul: all rows times the matrices of one group after the other.
 
 Shapes: m rows, k in, n out, g groups, p matrices per group.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
+
+from moelib.core.varying import zeros_like_varying
 
 
 def forward(
@@ -20,12 +23,9 @@ def forward(
     save: bool,
 ) -> tuple[Float[Array, "m n"], tuple[Float[Array, "m n"], ...]]:
     """Returns the activation of each row's p products (the product itself if None), and these."""
-    members = _members(group_sizes, lhs.shape[0])
-    products = _products(lhs, rhs, members)
-    if bias is not None:
-        products += jnp.einsum("mg,gpn->pmn", members.astype(jnp.float32), bias.astype(jnp.float32))
+    products = _products(lhs, rhs, bias, group_sizes)
     out = products[0] if activation is None else activation(*products)
-    out = jnp.where(members.any(axis=1)[:, None], out, 0).astype(lhs.dtype)
+    out = jnp.where(_is_in_group(lhs, group_sizes), out, 0).astype(lhs.dtype)
     return out, tuple(products.astype(lhs.dtype)) if save else ()
 
 
@@ -35,8 +35,9 @@ def input_gradient(
     group_sizes: Int[Array, "g"],
 ) -> Float[Array, "m k"]:
     """Returns the gradient of the rows, from that of their p products."""
-    lhs = jnp.zeros((grads[0].shape[0], rhs.shape[2]), rhs.dtype)
-    return _pulled(lhs, rhs, grads, group_sizes)[0]
+    lhs = zeros_like_varying((len(grads[0]), rhs.shape[2]), rhs.dtype, rhs)
+    _, pull = jax.vjp(lambda lhs: _products(lhs, rhs, None, group_sizes), lhs)
+    return pull(jnp.stack(grads).astype(jnp.float32))[0]
 
 
 def weight_gradient(
@@ -48,28 +49,27 @@ def weight_gradient(
 ) -> tuple[Float[Array, "g p k n"], Float[Array, "g p n"] | None]:
     """Returns the gradient of the matrices, and that of the biases if `with_sums`."""
     shape = (len(group_sizes), len(grads), lhs.shape[1], grads[0].shape[1])
-    weights = _pulled(lhs, jnp.zeros(shape, lhs.dtype), grads, group_sizes)[1]
-    if not with_sums:
-        return weights, None
-    members = _members(group_sizes, lhs.shape[0])[:, :, None, None]  # [m, g, 1, 1]
-    own = jnp.where(members, jnp.stack(grads, 1)[:, None], 0)  # [m, g, p, n]
-    return weights, jnp.sum(own, axis=0, dtype=jnp.float32).astype(lhs.dtype)
+    rhs = zeros_like_varying(shape, lhs.dtype, lhs)
+    bias = rhs[:, :, 0] if with_sums else None
+    _, pull = jax.vjp(lambda rhs, bias: _products(lhs, rhs, bias, group_sizes), rhs, bias)
+    return pull(jnp.stack(grads).astype(jnp.float32))
 
 
-def _members(group_sizes: Int[Array, "g"], num_rows: int) -> Array:
-    """Returns, as [m, g], whether each row belongs to each group."""
-    ends = jnp.cumsum(group_sizes)
-    rows = jnp.arange(num_rows, dtype=ends.dtype)[:, None]
-    return (rows >= (ends - group_sizes)[None]) & (rows < ends[None])
+def _is_in_group(lhs: Array, sizes: Array) -> Bool[Array, "m 1"]:
+    return (jnp.arange(len(lhs)) < jnp.sum(sizes))[:, None]
 
 
-def _products(lhs: Array, rhs: Array, members: Array) -> Float[Array, "p m n"]:
-    own = jnp.where(members[:, :, None], lhs[:, None], 0)  # [m, g, k]
-    return jnp.einsum("mgk,gpkn->pmn", own, rhs, preferred_element_type=jnp.float32)
+def _products(lhs: Array, rhs: Array, bias: Array | None, sizes: Array) -> Float[Array, "p m n"]:
+    """Returns the products in float32, zeros for rows of no group, which may hold anything."""
+    lhs, ends = jnp.where(_is_in_group(lhs, sizes), lhs, 0), jnp.cumsum(sizes)
+    rows = jnp.arange(len(lhs), dtype=ends.dtype)[:, None]
 
+    def add(total: Array, group: Any) -> tuple[Array, None]:
+        rhs, bias, first, end = group
+        products = jnp.einsum("mk,pkn->pmn", lhs, rhs, preferred_element_type=jnp.float32)
+        if bias is not None:
+            products += bias.astype(jnp.float32)[:, None]
+        return total + jnp.where((rows >= first) & (rows < end), products, 0), None
 
-def _pulled(lhs: Array, rhs: Array, grads: tuple[Array, ...], sizes: Array) -> tuple[Array, Array]:
-    members = _members(sizes, lhs.shape[0])
-    _, pull = jax.vjp(lambda lhs, rhs: _products(lhs, rhs, members), lhs, rhs)
-    grad = jnp.stack(grads).astype(jnp.float32)
-    return pull(jnp.where(members.any(axis=1)[None, :, None], grad, 0))
+    start = zeros_like_varying((rhs.shape[1], len(lhs), rhs.shape[3]), jnp.float32, lhs)
+    return jax.lax.scan(add, start, (rhs, bias, ends - sizes, ends))[0]

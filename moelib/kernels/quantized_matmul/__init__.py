@@ -79,7 +79,7 @@ def quantized_matmul(
         UserError: If `backend` is "float8" and the scheme has a scale per block.
     """
     operands = {"x": x, "weight": gradient_of}
-    backends.record("quantized_matmul", "quantized_matmul", operands, weight.scheme)
+    backends.record("quantized_matmul", matmul_of_quantized, operands, scheme=weight.scheme)
     if backend is None:
         backend = backends.chosen_backend("quantized_matmul")
     if backend is None:
@@ -90,6 +90,14 @@ def quantized_matmul(
     if backend == "straight_through":
         return reference.straight_through(x, weight, gradient_of)
     return _dense(_Dense(backend, weight.values.ndim == 3, split), x, weight, gradient_of)
+
+
+def matmul_of_quantized(
+    x: Float[Array, "b t k"], weight: Float[Array, "..."], *, scheme: Quantization
+) -> Float[Array, "b t n"]:
+    """Returns `quantized_matmul` by a weight that is quantized here."""
+    quantized = quantize(jax.lax.stop_gradient(weight), TILES, scheme)
+    return quantized_matmul(x, quantized, weight)
 
 
 def quantized_gmm(

@@ -56,7 +56,7 @@ class Placement(NamedTuple):
         keep = (*self.experts, *self.ffn)
 
         def whole(split: PartitionSpec, weight: Any) -> Any:
-            return gather(vary(weight, self.axes), split, keep=keep)
+            return gather(weight, split, self.axes, keep=keep)
 
         params = jax.tree.map(whole, splits, params)
         if not self.ffn:

@@ -62,11 +62,13 @@ def weight_transfers(
             yield _gathers(placement, leaf, axes, whole, remat, is_tpu)
             summed = is_tpu and not leaf.in_decoder and _is_all_reduced(placement, leaf, axes)
             if leaf.trained:
-                yield Transfer("all-reduce" if summed else "reduce-scatter", axes, whole)
+                kind = "all-reduce" if summed else "reduce-scatter"
+                yield Transfer(kind, axes, whole * leaf.reduced)
         if leaf.trained and (others := placement.reduced_axes(leaf)):
             # On GPUs, XLA sums the gradients of norms in float32 before it casts them.
             in_float32 = not is_tpu and not _is_matrix(leaf)
-            yield Transfer("all-reduce", others, 4 * placement.held(leaf) if in_float32 else held)
+            sums = 4 * placement.held(leaf) if in_float32 else held * leaf.reduced
+            yield Transfer("all-reduce", others, sums)
     if (moe := placement.work.moe) is not None and placement.token_axes:
         statistics = _STATISTICS * moe.num_experts * 4
         yield Transfer("all-reduce", placement.token_axes, statistics, moe.num_layers)
@@ -163,7 +165,7 @@ def _windows(
     n = placement.mesh.parts(axes)
     part = whole / n
     turns, of_sums = (n - 1, n + 1) if n == 4 else (2 * n + 1, 2 * n + 1)
-    permutes = lambda turns: Transfer(
+    permutes = lambda turns, part=part: Transfer(
         "collective-permute", axes, part * (n - 1), result_bytes=turns * part
     )
     last = leaf.axes[-1] == "embed" and "ffn" in leaf.axes
@@ -174,7 +176,7 @@ def _windows(
         recomputed = placement.work.recomputes_matmuls(remat) and not last
         yield Transfer("all-gather", axes, whole) if recomputed else permutes(turns)
     if leaf.trained:
-        yield permutes(of_sums)
+        yield permutes(of_sums, part * leaf.reduced)
 
 
 # -- Activations ---------------------------------------------------------------------------------

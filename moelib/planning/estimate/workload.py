@@ -44,6 +44,7 @@ class Leaf:
     in_decoder: bool = False  # Whether it is a parameter of layers, in or after the decoder.
     trained: bool = False  # Whether it has a gradient.
     count: int = 1  # Number of such arrays.
+    reduce_itemsize: int = 0  # Least bytes per element of sums of its gradient over devices.
 
     @property
     def size(self) -> int:
@@ -55,6 +56,11 @@ class Leaf:
         """Whether layers of a stack cast it one by one."""
         is_cast = self.compute_itemsize < self.itemsize and not self.quantized
         return is_cast and self.axes[:1] == ("layers",)
+
+    @property
+    def reduced(self) -> float:
+        """Bytes of sums of its gradient over devices, over those in the compute dtype."""
+        return max(self.reduce_itemsize, self.compute_itemsize) / self.compute_itemsize
 
     @property
     def gathered_itemsize(self) -> int:
@@ -169,7 +175,7 @@ def read_workload(cfg: Any) -> Workload:
         for spec in jax.tree.leaves(specs.learner, is_leaf=is_spec)
         if not (cfg.learner.offload_state and offload.is_offloaded(spec))
     ]
-    parameters = _parameters(specs.model, cfg.train_dtype)
+    parameters = _parameters(specs.model, cfg.train_dtype, cfg.reduce_dtype)
     num_layers, num_blocks = _depth(cfg.model)
     moe = _moe(cfg.model, specs.model)
     flops = trainer.flops_per_token()
@@ -226,7 +232,7 @@ def read_workload(cfg: Any) -> Workload:
     )
 
 
-def _parameters(specs: Any, train_dtype: Any) -> tuple[Leaf, ...]:
+def _parameters(specs: Any, train_dtype: Any, reduce_dtype: str | None) -> tuple[Leaf, ...]:
     def leaf(path: Any, spec: ParameterSpec) -> Leaf:
         return Leaf(
             spec.shape,
@@ -237,6 +243,7 @@ def _parameters(specs: Any, train_dtype: Any) -> tuple[Leaf, ...]:
             in_decoder=path[0].key in ("decoder", MULTI_TOKEN),
             trained=spec.trainable,
             quantized=spec.quantization is not None,
+            reduce_itemsize=jnp.dtype(reduce_dtype).itemsize if reduce_dtype else 0,
         )
 
     leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)

@@ -75,6 +75,13 @@ class SourceMap:
             number = frame.get("parent_frame_id", 1) - 1  # The table counts parents from 1.
         return locations
 
+    def lines(self, instruction: Instruction) -> list[str]:
+        """Returns the calls that made an instruction, innermost first, without those of core/.
+
+        Its functions only pass calls on.
+        """
+        return [str(x) for x in self.stack(instruction, 9) if not x.file.startswith("core/")]
+
 
 def _table(text: str, name: str) -> Mapping[int, str]:
     """Returns the numbered lines of a table, from its name to an empty line."""

@@ -161,7 +161,7 @@ def _cause(step: Step, computation: Computation, copy: Instruction) -> str:
 
 def _origin(step: Step, each: Instruction) -> str:
     """Returns the innermost source line of an instruction, or its opcode."""
-    lines = [x for x in step.source_map.stack(each, 9) if not x.file.startswith("core/")]
+    lines = step.source_map.lines(each)
     return f"{each.opcode} ({lines[0]})" if lines else each.opcode
 
 

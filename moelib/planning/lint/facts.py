@@ -139,9 +139,6 @@ class Step:
         are those of the result.
         """
         shape = values.result_shape(instruction)
-        stack = self.source_map.stack(instruction, 9)
-        # Lines of core/ only pass calls on.
-        lines = [str(each) for each in stack if not each.file.startswith("core/")]
         return Finding(
             rule=rule,
             severity=severity,
@@ -149,7 +146,7 @@ class Step:
             bytes=values.shape_bytes(shape) if num_bytes is None else num_bytes,
             executions=computation.executions,
             op_name=instruction.op_name,
-            locations=tuple(lines[:3]),
+            locations=tuple(self.source_map.lines(instruction)[:3]),
             config_path=self.config_path(instruction.op_name) if path is None else path,
             advice=advice,
         )

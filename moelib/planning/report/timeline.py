@@ -16,7 +16,7 @@ asynchronous work other than collectives: a TPU's copies into VMEM, and what its
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from moelib.planning.estimate.links import Links, Traffic
@@ -93,16 +93,19 @@ def times(
     }
 
 
-class _Event(NamedTuple):
-    """A step of a device: to compute, start, wait, or run other computations."""
+class _Work(NamedTuple):
+    """What a device computes for an instruction."""
 
-    action: str  # "compute", "kernel", "start", "done" or "run".
-    seconds: float = 0.0
-    names: tuple[str, ...] = ()  # Instructions that a "done" may end; links of a "start".
-    name: str = ""
-    wait: Wait | None = None
-    runs: tuple[tuple[str, float], ...] = ()  # Computations and how often.
-    is_loop: bool = False
+    part: str  # "compute" or "kernel".
+    seconds: float
+
+
+class _Sent(NamedTuple):
+    """What links carry for a collective."""
+
+    seconds: float
+    links: tuple[str, ...]  # Links that it holds.
+    wait: Wait
 
 
 def play(
@@ -121,7 +124,7 @@ def play(
         accelerator: The device.
         source_map: Source lines of the instructions.
     """
-    player = _Player(_Reader(program, mesh, links, accelerator, source_map))
+    player = _Player(program, mesh, links, accelerator, source_map)
     player.play(program.entry)
     sums = player.sums
     pick = lambda part: {key[1]: x for key, x in sums.items() if key[0] == part}
@@ -139,8 +142,17 @@ def play(
 class _Player:
     """The clock of a device, and of its links."""
 
-    def __init__(self, reader: "_Reader") -> None:
-        self._reader = reader
+    def __init__(
+        self,
+        program: Program,
+        mesh: Mapping[str, int],
+        links: Links,
+        accelerator: Accelerator,
+        source_map: SourceMap,
+    ) -> None:
+        self._program, self._mesh, self._links = program, mesh, links
+        self._chip, self._source_map = accelerator, source_map
+        self._known: dict[tuple[str, str], _Work | _Sent] = {}  # By computation and instruction.
         self.now = 0.0
         self._free = collections.defaultdict[str, float](float)  # When links are free again.
         self.sums = collections.defaultdict[_Key, float](float)
@@ -148,44 +160,54 @@ class _Player:
 
     def play(self, name: str) -> None:
         """Plays a computation."""
-        ends: dict[str, tuple[float, Wait]] = {}
-        for event in self._reader.events(name):
-            if event.action in ("compute", "kernel"):
-                self._spend(event.action, None, event.seconds * self._scale)
-            elif event.action == "run":
-                self._run(event)
-            elif event.action == "start":
-                assert event.wait is not None
-                ends[event.name] = self._send(event), event.wait
-                if not event.wait.asynchronous:
-                    self._wait(*ends.pop(event.name))
+        computation = self._program.computations[name]
+        ends: dict[str, tuple[float, Wait]] = {}  # By the start of a collective.
+        starts: dict[str, str] = {}  # By an update.
+        unsent: dict[str, _Sent] = {}  # A SparseCore gets its data after its start, by an update.
+        for each in computation.instructions.values():
+            if each.opcode.endswith("-done"):
+                done = (ends.pop(starts.get(x, x), None) for x in each.operands)
+                for end in filter(None, done):
+                    self._wait(*end)
+            elif each.opcode.endswith("-update"):
+                starts[each.name] = start = starts.get(each.operands[0], each.operands[0])
+                if start in unsent:
+                    ends[start] = self._send(unsent.pop(start))
+            elif each.opcode in ("while", "call", "conditional"):
+                self._run(each)
+            elif isinstance(found := self._read(computation, each), _Work):
+                self._spend(found.part, None, found.seconds * self._scale)
+            elif each.opcode.endswith("-start") and not each.operands:
+                unsent[each.name] = found
+            elif found.wait.asynchronous:
+                ends[each.name] = self._send(found)
             else:
-                for started in event.names:
-                    if started in ends:
-                        self._wait(*ends.pop(started))
+                self._wait(*self._send(found))
 
     def _spend(self, part: str, key: Any, seconds: float) -> None:
         self.now += seconds
         self.sums[part, key] += seconds
 
-    def _send(self, event: _Event) -> float:
-        """Returns the time at which a collective that starts now has ended."""
-        seconds = event.seconds * self._scale
-        begin = max([self.now, *(self._free[name] for name in event.names)])
-        for name in event.names:
+    def _send(self, sent: _Sent) -> tuple[float, Wait]:
+        """Returns the time at which a collective that starts now has ended, and the wait for it."""
+        seconds = sent.seconds * self._scale
+        begin = max([self.now, *(self._free[name] for name in sent.links)])
+        for name in sent.links:
             self._free[name] = begin + seconds
             self.sums["busy", name] += seconds
-        self.sums["sent", event.wait] += seconds
-        return begin + seconds
+        self.sums["sent", sent.wait] += seconds
+        return begin + seconds, sent.wait
 
     def _wait(self, end: float, wait: Wait) -> None:
         if end > self.now:
             self._spend("wait", wait, end - self.now)
 
-    def _run(self, event: _Event) -> None:
-        for name, times in event.runs:
-            if event.is_loop:
-                self._loop(name, round(times))
+    def _run(self, each: Instruction) -> None:
+        """Plays the computations that a loop, a call or a branch runs."""
+        for name, times in self._program.runs.get(each.name, ()):
+            if each.opcode == "while":
+                if name == dict(each.calls).get("body"):
+                    self._loop(name, round(times))
             elif times:
                 before, self._scale = self._scale, self._scale * times
                 self.play(name)
@@ -211,70 +233,16 @@ class _Player:
                 return
             last = grown
 
-
-def _are_close(one: Mapping[_Key, float], other: Mapping[_Key, float]) -> bool:
-    total = 1e-6 * one["turn", None]
-    return all(abs(one.get(k, 0.0) - other.get(k, 0.0)) <= total for k in {*one, *other})
-
-
-class _Reader:
-    """The events of a program's computations."""
-
-    def __init__(
-        self,
-        program: Program,
-        mesh: Mapping[str, int],
-        links: Links,
-        accelerator: Accelerator,
-        source_map: SourceMap,
-    ) -> None:
-        self._program, self._mesh, self._links = program, mesh, links
-        self._chip, self._source_map = accelerator, source_map
-        self._known: dict[str, list[_Event]] = {}
-
-    def events(self, name: str) -> list[_Event]:
-        """Returns the events of a computation; successive ones that compute are one."""
-        if name not in self._known:
-            merged: list[_Event] = []
-            for event in self._read(self._program.computations[name]):
-                alike = merged and merged[-1].action == event.action
-                if alike and event.action in ("compute", "kernel"):
-                    merged[-1] = merged[-1]._replace(seconds=merged[-1].seconds + event.seconds)
-                else:
-                    merged.append(event)
-            self._known[name] = merged
-        return self._known[name]
-
-    def _read(self, computation: Computation) -> Iterator[_Event]:
-        # A SparseCore is started before it gets its data, by an update.
-        unsent: dict[str, tuple[Instruction, Instruction]] = {}
-        started: dict[str, str] = {}  # The start of an update.
-        for each in computation.instructions.values():
-            if each.opcode.endswith("-done"):
-                yield _Event("done", names=tuple(started.get(x, x) for x in each.operands))
-            elif each.opcode.endswith("-update"):
-                first = each.operands[0]
-                started[each.name] = started.get(first, first)
-                if first in unsent:
-                    yield self._start(computation, *unsent.pop(first))
-            elif (sent := self._collective(each)) is None:
-                yield from self._work(computation, each)
-            elif each.opcode.endswith("-start") and not each.operands:
-                unsent[each.name] = each, sent
-            else:
-                yield self._start(computation, each, sent)
-
-    def _work(self, computation: Computation, each: Instruction) -> Iterator[_Event]:
-        """Yields what a device does for an instruction that is no collective."""
-        if each.opcode in ("while", "call", "conditional"):
-            runs = tuple(self._program.runs.get(each.name, ()))
-            if each.opcode == "while":
-                runs = tuple(run for run in runs if run[0] == dict(each.calls).get("body"))
-            yield _Event("run", runs=runs, is_loop=each.opcode == "while")
-        elif library(each):
-            yield _Event("kernel", self._kernel_seconds(each))
-        elif not each.opcode.endswith("-start") and (seconds := self._seconds(computation, each)):
-            yield _Event("compute", seconds)
+    def _read(self, computation: Computation, each: Instruction) -> _Work | _Sent:
+        """Returns what an instruction does that runs no other computation."""
+        key = computation.name, each.name
+        if key not in self._known:
+            self._known[key] = (
+                self._work(computation, each)
+                if (sent := self._collective(each)) is None
+                else self._sent(computation, each, sent)
+            )
+        return self._known[key]
 
     def _collective(self, each: Instruction) -> Instruction | None:
         """Returns the collective that an instruction is or starts."""
@@ -289,23 +257,19 @@ class _Reader:
         )
         return next((found for one in inside if (found := self._collective(one))), None)
 
-    def _start(self, computation: Computation, each: Instruction, sent: Instruction) -> _Event:
-        groups = values.device_groups(sent)
-        axes = values.axes_of_groups(groups, self._mesh)
-        size, traffic = result_bytes(sent), self._traffic(sent, axes)
-        kind = sent.opcode.removesuffix("-start")
-        stack = self._source_map.stack(each, 9) or self._source_map.stack(sent, 9)
-        lines = [str(x) for x in stack if not x.file.startswith("core/")][:2]
-        return _Event(
-            "start",
+    def _sent(self, computation: Computation, each: Instruction, sent: Instruction) -> _Sent:
+        axes = values.axes_of_groups(values.device_groups(sent), self._mesh)
+        traffic = self._traffic(sent, axes)
+        lines = self._source_map.lines(each) or self._source_map.lines(sent)
+        has_queue = axes and result_bytes(sent) > _NO_QUEUE_BYTES
+        return _Sent(
             traffic.links_seconds + traffic.network_seconds + _LATENCY_SECONDS,
-            names=self._links.used(axes) if axes and size > _NO_QUEUE_BYTES else (),
-            name=each.name,
-            wait=Wait(
-                kind,
+            self._links.used(axes) if has_queue else (),
+            Wait(
+                sent.opcode.removesuffix("-start"),
                 phase(each.op_name or sent.op_name),
                 axes,
-                " < ".join(lines) or each.op_name,
+                " < ".join(lines[:2]) or each.op_name,
                 computation.asynchronous or each.is_async_start,
             ),
         )
@@ -325,28 +289,27 @@ class _Reader:
             return self._links.all_to_all(axes, size)
         return self._links.ring(axes, size)
 
-    def _kernel_seconds(self, each: Instruction) -> float:
-        flops, accessed = estimate_of(each) or (0, 0)
+    def _work(self, computation: Computation, each: Instruction) -> _Work:
         chip = self._chip
-        seconds = max(flops / chip.flops_per_second, accessed / chip.hbm_bytes_per_second)
-        return max(seconds, self._least)
-
-    @property
-    def _least(self) -> float:
-        return _LAUNCH_SECONDS if self._chip.platform == "gpu" else 0.0
-
-    def _seconds(self, computation: Computation, each: Instruction) -> float:
-        if self._chip.platform == "tpu":
-            return each.cycles / self._chip.cycles_per_second
-        moved = instruction_bytes(self._program, computation, each)
-        inside = [each]
-        homes: list[Computation] = [computation]
+        least = _LAUNCH_SECONDS if chip.platform == "gpu" else 0.0
+        at_peak = lambda flops, moved: max(
+            flops / chip.flops_per_second, moved / chip.hbm_bytes_per_second
+        )
+        if library(each):
+            return _Work("kernel", max(at_peak(*(estimate_of(each) or (0, 0))), least))
+        if each.opcode.endswith("-start"):
+            return _Work("compute", 0.0)
+        if chip.platform == "tpu":
+            return _Work("compute", each.cycles / chip.cycles_per_second)
+        inside, home = [each], computation
         if each.is_fusion:
-            homes = [self._program.computations[each.calls[0][1]]]
-            inside = [*homes[0].instructions.values()]
-        flops = sum(values.matmul_flops(one, homes[0]) for one in inside if values.is_matmul(one))
-        if not moved and not flops:
-            return 0.0
-        chip = self._chip
-        seconds = max(flops / chip.flops_per_second, moved / chip.hbm_bytes_per_second)
-        return max(seconds, self._least)
+            home = self._program.computations[each.calls[0][1]]
+            inside = [*home.instructions.values()]
+        flops = sum(values.matmul_flops(one, home) for one in inside if values.is_matmul(one))
+        moved = instruction_bytes(self._program, computation, each)
+        return _Work("compute", max(at_peak(flops, moved), least) if moved or flops else 0.0)
+
+
+def _are_close(one: Mapping[_Key, float], other: Mapping[_Key, float]) -> bool:
+    total = 1e-6 * one["turn", None]
+    return all(abs(one.get(k, 0.0) - other.get(k, 0.0)) <= total for k in {*one, *other})

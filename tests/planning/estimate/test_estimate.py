@@ -1,5 +1,6 @@
 """Estimates are exact for the state, and near compiled and published figures elsewhere."""
 
+import collections
 import dataclasses
 import math
 
@@ -385,6 +386,24 @@ def test_gradients_of_heads_are_scattered_as_xla_does(tiny, topology, dim, vocab
     _, summed = weight_transfers(placement, NONE, is_tpu=is_tpu)
     assert summed.kind == ("reduce-scatter" if scattered else "all-reduce")
     assert summed.bytes == 2 * dim * vocab_size
+
+
+def test_sums_in_the_reduce_dtype_send_twice_the_bytes(tiny):
+    cfg = tiny[0].clone(train_dtype="bfloat16")
+    topology = describe("v6e:2x2")
+    each = Candidate(topology, Mesh((("data", 2), ("fsdp", 2))), 1, 1, NONE)
+
+    def sums(cfg):
+        sent = collections.Counter()
+        placement = Placement(read_workload(cfg), each, rules_of(cfg))
+        for x in weight_transfers(placement, NONE, is_tpu=True):
+            sent[x.kind] += x.bytes * x.times
+        return sent
+
+    low, high = sums(cfg), sums(cfg.clone(reduce_dtype="float32"))
+    routers = 2 * 4 * 64 * 16  # Their gradients are float32 anyway.
+    assert high["reduce-scatter"] - routers == 2 * (low["reduce-scatter"] - routers) > 0
+    assert high["all-gather"] == low["all-gather"]
 
 
 @pytest.mark.slow
