@@ -9,6 +9,7 @@ from typing import Any
 
 from moelib.core.config import ConfigBase
 from moelib.core.errors import UserError
+from moelib.parallel.pipeline.engine import MOST_OVER_1F1B
 from moelib.planning.compiled.in_subprocess import (
     CompileOptions,
     Outcome,
@@ -29,7 +30,8 @@ _GIB = 2**30
 # Fields of an estimate in JSON.
 _ESTIMATED = ("memory", "capacity", "fits", "model_flops", "hardware_flops", "collectives",
               "links_bytes", "network_bytes", "seconds", "seconds_at_peak", "tokens_per_second",
-              "mfu", "dollars_per_billion_tokens", "limit", "idle", "pipeline_bytes")  # fmt: skip
+              "mfu", "dollars_per_billion_tokens", "limit", "idle", "pipeline_bytes",
+              "kept_over_1f1b")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -376,7 +378,13 @@ def _details(estimate: Estimate) -> list[str]:
         return lines
     idle = _range([100 * share for share in estimate.idle])
     size = _number(estimate.pipeline_bytes / _GIB)
-    return [*lines, f"A rank of the pipeline idles {idle}% of the time, and sends {size} GiB."]
+    lines.append(f"A rank of the pipeline idles {idle}% of the time, and sends {size} GiB.")
+    if (times := estimate.kept_over_1f1b) > MOST_OVER_1F1B:
+        lines.append(
+            f"It defers gradients of weights, and keeps {times:.1f} times as many bytes between "
+            "passes as with 1f1b."
+        )
+    return lines
 
 
 def _schedule(candidate: Candidate) -> str:

@@ -1,6 +1,7 @@
 """Pipeline schedules in time: idle time, activations, a chart, and a table that compares them."""
 
 import collections
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from moelib.parallel.pipeline.schedule import (
     parts_of,
     slots,
 )
+from moelib.parallel.pipeline.ticks import ticks_of
 from moelib.runtime.table import Table
 
 _FOOTNOTES = (
@@ -137,8 +139,7 @@ def simulate(
         UserError: If the schedule needs more micro-batches.
     """
     check_microbatches(schedule, num_ranks, num_microbatches)
-    if costs is None or isinstance(costs, Costs):
-        costs = [costs or Costs()] * (num_ranks * schedule.num_chunks)
+    costs = _of_each_stage(schedule, num_ranks, costs)
     order = [slots(schedule, num_ranks, rank, num_microbatches) for rank in range(num_ranks)]
     waiting = [collections.deque(part for slot in own for part in parts_of(slot)) for own in order]
     ranks = [list[TimedSlot]() for _ in range(num_ranks)]
@@ -152,7 +153,7 @@ def simulate(
                 if not inputs <= end.keys():
                     break
                 begin = max([end[key] for key in inputs] + [x.end for x in done[-1:]], default=0.0)
-                done.append(TimedSlot(todo.popleft(), begin, begin + slot_time(tasks, costs)))
+                done.append(TimedSlot(todo.popleft(), begin, begin + _slot_time(tasks, costs)))
                 for stage, task in tasks:
                     if task.kind is not Pass.WEIGHT_GRADIENT:
                         key = key_of(stage, task)
@@ -162,13 +163,34 @@ def simulate(
     return Timeline(tuple(map(tuple, ranks)))
 
 
-def slot_time(tasks: Sequence[tuple[int, Task]], costs: Sequence[Costs]) -> float:
-    """Returns the time of a slot.
+def lockstep_time(
+    schedule: Schedule,
+    num_ranks: int,
+    num_microbatches: int,
+    costs: Costs | Sequence[Costs] | None = None,
+) -> float:
+    """Returns the time of a step whose ranks all wait for the slowest in every tick.
 
-    Args:
-        tasks: Its tasks, each after its stage.
-        costs: Times of passes of each stage.
+    In a compiled step, ranks wait for their neighbors in every tick, which takes no longer than
+    this and no less than `simulate`. The arguments are those of `simulate`.
     """
+    costs = _of_each_stage(schedule, num_ranks, costs)
+    stage = functools.partial(schedule.stage, num_ranks)
+    time = lambda rank, slot: _slot_time([(stage(rank, t.chunk), t) for t in slot], costs)
+    rows = ticks_of(schedule, num_ranks, num_microbatches).slots
+    return sum(max(time(rank, slot) for rank, slot in enumerate(row) if slot) for row in rows)
+
+
+def _of_each_stage(
+    schedule: Schedule, num_ranks: int, costs: Costs | Sequence[Costs] | None
+) -> Sequence[Costs]:
+    if costs is None or isinstance(costs, Costs):
+        return [costs or Costs()] * (num_ranks * schedule.num_chunks)
+    return costs
+
+
+def _slot_time(tasks: Sequence[tuple[int, Task]], costs: Sequence[Costs]) -> float:
+    """Returns the time of a slot, from its tasks, each after its stage."""
     pair = costs[tasks[0][0]].pair if is_pair(tuple(task for _, task in tasks)) else None
     return sum(costs[stage].of(task.kind) for stage, task in tasks) if pair is None else pair
 

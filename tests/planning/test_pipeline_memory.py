@@ -49,6 +49,17 @@ def test_gradients_of_a_stage_are_reduce_scattered():
 
 
 @pytest.mark.slow
+def test_a_ring_of_attention_compiles_in_branches_of_ranks():
+    """CPUs hang in this program, see `tests/train/test_pipeline.py`."""
+    axes, sizes = {"pipeline": 2, "seq": 2}, {"dim": 256, "seq_len": 1024, "batch_size": 2}
+    _, report = compiled("v6e:2x2", Schedule.DUALPIPE_V, axes, num_layers=4, **sizes)
+    permuted = {
+        tuple(each.axes) for each in report.collectives if each.kind == "collective-permute"
+    }
+    assert permuted >= {("pipeline",), ("seq",)}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("topology", "schedule", "num_layers", "dim", "seq_len", "batch_size", "recomputed"),
     [

@@ -109,6 +109,26 @@ def test_a_step_equals_one_without_a_pipeline(schedule, axes, num_blocks):
     check(moe_model(num_blocks), axes, pipeline, num_microbatches=num)
 
 
+# The program that accelerators run, on meshes for which XLA puts no permute in a branch.
+# `tests/planning/test_pipeline_memory.py` compiles one with permutes for a TPU.
+BRANCHES = [
+    (Schedule.GPIPE, {"pipeline": 2, "expert": 2}, 4),
+    (Schedule.ONE_F_ONE_B, {"pipeline": 4, "expert": 2}, 4),
+    (Schedule.INTERLEAVED, {"pipeline": 2, "expert": 2, "data": 2}, 4),
+    (Schedule.ZB_H1, {"pipeline": 2, "model": 2}, 4),
+    (Schedule.ZB_V, {"pipeline": 2, "expert": 2, "fsdp": 2}, 6),
+    (Schedule.DUALPIPE_V, {"pipeline": 2, "expert": 2}, 4),
+    (Schedule.DUALPIPE_V, {"pipeline": 2, "expert": 2, "fsdp": 2}, 3),  # One stage has none.
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "axes", "num_blocks"), BRANCHES)
+def test_the_program_of_accelerators_equals_a_step_without_one(schedule, axes, num_blocks):
+    num_ranks = axes["pipeline"]
+    check(moe_model(num_blocks), axes, PipelineConfig(schedule, num_ranks), num_microbatches=4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "axes", "num_blocks"),
@@ -144,6 +164,23 @@ def test_dense_layers_in_a_pipeline(monkeypatch):
     check(cfg, axes, pipeline, num_microbatches=2)
     sizes = [sum(x.size for x in passes.saved) for passes in saved]
     assert sizes[-1] < sizes[0] / 5  # The inputs of blocks, which are recomputed.
+
+
+def test_a_schedule_that_keeps_much_more_than_1f1b_is_reported(caplog):
+    cfg = model_config(stacked(transformer_layer(), num_layers=4))
+
+    def warnings(schedule):
+        caplog.clear()
+        pipeline = PipelineConfig(schedule, 2)
+        step_of(cfg, {"pipeline": 2}, pipeline, num_microbatches=4, traced=True)
+        return [r.args[:2] for r in caplog.records if r.name == engine.__name__]
+
+    assert not warnings(Schedule.DUALPIPE_V)
+    cfg.decoder.remat = config_for_function(remat)
+    ((name, times),) = warnings(Schedule.DUALPIPE_V)
+    assert name == "DUALPIPE_V"
+    assert times > 1.5
+    assert not warnings(Schedule.ONE_F_ONE_B)
 
 
 @pytest.mark.slow

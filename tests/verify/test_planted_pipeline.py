@@ -102,7 +102,7 @@ def test_a_bug_of_a_pipeline_is_found(bug, monkeypatch):
     jax.clear_caches()
     bug(monkeypatch.setattr)
     many_deferred = bug is weight_gradient_of_the_wrong_microbatch
-    found = on_mesh(Schedule.ZB_V if many_deferred else Schedule.DUALPIPE_V)[-1]
+    found = on_mesh(Schedule.ZB_H1 if many_deferred else Schedule.DUALPIPE_V)[-1]
     assert found.status is Status.FAILED, found
     assert (found.mesh, found.check) == ("pipeline=2,fsdp=2", "gradients"), found
     assert BUGS[bug] in found.detail, found

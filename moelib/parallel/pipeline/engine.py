@@ -7,6 +7,7 @@ blocks. Other mesh axes stay automatic: the functions may use them as without a 
 
 import collections
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,14 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from moelib.core.tree import count_bytes
 from moelib.parallel.pipeline.buffers import entries, read, write
 from moelib.parallel.pipeline.pair import in_one_loop
-from moelib.parallel.pipeline.passes import split_passes
+from moelib.parallel.pipeline.passes import Passes, split_passes
 from moelib.parallel.pipeline.schedule import Pass, Schedule, Slot
-from moelib.parallel.pipeline.ticks import Ticks, Transfer, ticks_of
+from moelib.parallel.pipeline.ticks import Ticks, Transfer, kept_over_1f1b, ticks_of
+
+logger = logging.getLogger(__name__)
 
 AXIS = "pipeline"
 SLOTS = "pipeline_slots"  # Scope of the slots' branches in a compiled program.
+MOST_OVER_1F1B = 1.5  # Bytes kept between passes, over those of 1F1B, above which one is told.
 ENDS = "pipeline_ends"  # Scope of what only the first or the last stage computes, inside of them.
 
 
@@ -100,7 +105,9 @@ def run_pipeline(
         microbatches: Tree of arrays [M, ...].
         layers: Arrays of stages that are only read, as `params`; by default `layout.rows`.
         uniform: Whether all ranks compute the slots of all, and keep the results of their own.
-            Permutes of XLA for CPUs wait for all devices, and hang in a branch that some take.
+            Permutes of XLA for CPUs wait for all devices, and hang in a branch that some take:
+            those of ring attention (axis "seq"), and of values that move between the axes
+            "expert" and "model". Other collectives wait for their own group only.
     """
     num = jax.tree.leaves(microbatches)[0].shape[0]
     ticks = ticks_of(layout.schedule, layout.num_ranks, num)
@@ -209,6 +216,7 @@ class _Run:
         _, (last, _) = jax.eval_shape(functions.last, outer, x, ending, constants, micro)
         M = jax.tree.leaves(microbatches)[0].shape[0]
         V = layout.schedule.num_chunks
+        _warn_above_1f1b(layout, M, ticks, self.passes)
         self.nothing = _zeros(x)
         num_deferred = ticks.num_deferred + uniform  # One for backward passes that do not defer.
         self.start = _State(
@@ -422,6 +430,26 @@ class _Run:
         buffer, index = getattr(state, name), (chunk, m % length)
         x = jnp.where(arrives > 0, x, _at(buffer, *index))
         return state._replace(**{name: _put(buffer, x, *index)})
+
+
+def _warn_above_1f1b(layout: Layout, num_microbatches: int, ticks: Ticks, passes: Passes) -> None:
+    """Logs a warning if deferred weight gradients make a schedule keep much more than 1F1B."""
+    saved, deferred = (count_bytes(each) for each in (passes.saved, passes.deferred))
+    if not ticks.num_deferred or not saved:
+        return
+    schedule, num_ranks = layout.schedule, layout.num_ranks
+    times = kept_over_1f1b(schedule, num_ranks, num_microbatches, deferred / saved)
+    if times > MOST_OVER_1F1B:
+        logger.warning(
+            "pipeline_schedule is %s, which keeps %.1f times as many bytes between passes as "
+            "ONE_F_ONE_B: %.2f GiB per rank, over all its devices, of which %.2f GiB are for %d "
+            "deferred gradients of weights. If memory is short, set ONE_F_ONE_B or INTERLEAVED.",
+            schedule.name,
+            times,
+            (ticks.num_saved * saved + ticks.num_deferred * deferred) / 2**30,
+            ticks.num_deferred * deferred / 2**30,
+            ticks.num_deferred,
+        )
 
 
 def _select(condition: Any, new: Any, old: Any) -> Any:

@@ -118,6 +118,24 @@ def ticks_of(schedule: Schedule, num_ranks: int, num_microbatches: int) -> Ticks
     )
 
 
+def kept_over_1f1b(
+    schedule: Schedule, num_ranks: int, num_microbatches: int, deferred: float
+) -> float:
+    """Returns what a rank keeps from one pass for another, over what it keeps with 1F1B.
+
+    Args:
+        schedule: Order of the passes.
+        num_ranks: Number of pipeline ranks.
+        num_microbatches: Number of micro-batches.
+        deferred: Bytes of a deferred weight gradient, over those kept for a backward pass.
+    """
+    own, other = (
+        ticks_of(each, num_ranks, num_microbatches) for each in (schedule, Schedule.ONE_F_ONE_B)
+    )
+    kept = own.num_saved + own.num_deferred * deferred
+    return kept / (schedule.num_chunks * other.num_saved)
+
+
 def _indices(lives: dict[tuple[int, int, int], tuple[int, int]]) -> Indices:
     """Returns indices such that no two lives of a rank have the same one in any tick."""
     indices, until = Indices(), dict[tuple[int, int], int]()

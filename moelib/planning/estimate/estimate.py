@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from moelib.parallel import sharding
+from moelib.parallel.pipeline.ticks import kept_over_1f1b
 from moelib.planning.estimate import transfers
 from moelib.planning.estimate.candidates import Candidate
 from moelib.planning.estimate.links import Layout, Links, Traffic
@@ -44,6 +45,9 @@ class Efficiency:
 # microseconds.
 BEST = Efficiency(0.68, 0.90, 0.85, 0.85, 0.0)
 POOR = Efficiency(0.35, 0.60, 0.50, 0.60, 3e-6)
+
+# Micro-batches per rank above which a rank keeps no more with schedules that defer gradients.
+_IN_FLIGHT = 3
 
 # Ten steps compiled for v5p, v6e and H100 held from 8% less to 12% more than estimated.
 MEMORY_ERROR = 0.12
@@ -74,6 +78,8 @@ class Estimate:
     collectives: Mapping[str, float]  # Bytes of results by kind, as a compiled program has them.
     idle: Range = (0.0, 0.0)  # Shares of the time in which a rank of a pipeline waits.
     pipeline_bytes: float = 0.0  # Activations and their gradients sent to other ranks.
+    # Bytes that a rank keeps between passes, over those of 1F1B; 1 without deferred gradients.
+    kept_over_1f1b: float = 1.0
 
     @functools.cached_property
     def bytes_held(self) -> float:
@@ -177,6 +183,7 @@ class Estimator:
             collectives=results,
             idle=pipeline.idle,
             pipeline_bytes=on_mesh.pipeline_bytes(candidate, pipeline),
+            kept_over_1f1b=on_mesh.kept_over_1f1b(candidate, pipeline),
         )
 
 
@@ -223,6 +230,14 @@ class _OnMesh:
     def pipeline_bytes(self, candidate: Candidate, pipeline: Pipeline) -> float:
         """Returns the bytes of activations and gradients that a rank sends to others in a step."""
         return pipeline.num_sent * self.placement.stream_bytes(candidate.batch_per_device)
+
+    def kept_over_1f1b(self, candidate: Candidate, pipeline: Pipeline) -> float:
+        """Returns the bytes that a rank keeps between passes, over those with 1F1B."""
+        if candidate.schedule is None or not pipeline.num_deferred:
+            return 1.0
+        deferred, num_ranks = self.placement.deferred_over_saved(candidate), pipeline.num_ranks
+        num = min(candidate.num_microbatches, _IN_FLIGHT * num_ranks)
+        return kept_over_1f1b(candidate.schedule, num_ranks, num, deferred)
 
     def sent(
         self, candidate: Candidate, tokens: float, pipeline: Pipeline

@@ -150,12 +150,10 @@ class Placement:
 
         A rank of a pipeline has its stages filled up to the largest.
         """
-        work, block = self.work, self.work.block
-        tokens = candidate.batch_per_device * work.seq_len / self.parts["sequence"]
+        work, tokens = self.work, self._tokens(candidate)
         saved = self._bytes(work.saved[candidate.remat], tokens)
         weights = 0.0 if work.recomputes(candidate.remat) else self._saved_weights
-        unrouted = self._bytes(Saved(block.split, block.whole), tokens)
-        routed = self._bytes(Saved(routed=block.routed), tokens)
+        unrouted, routed = self._block_bytes(tokens)
         largest, stages = max(pipeline.sizes), self.stage_bytes
         scheduled = candidate.schedule is not None
         sums = pipeline.filled * stages.gradients + self.outer_bytes.gradients
@@ -182,6 +180,22 @@ class Placement:
             # Received, and in the order of the layers.
             "exchanged gradients": 2 * pipeline.filled * stages.gradients,
         }
+
+    def deferred_over_saved(self, candidate: Candidate) -> float:
+        """Returns the bytes of a block's deferred weight gradient over its saved activations."""
+        tokens = self._tokens(candidate)
+        saved = self._bytes(self.work.saved[candidate.remat], tokens) / self.work.num_blocks
+        return _DEFERRED * sum(self._block_bytes(tokens)) / saved
+
+    def _tokens(self, candidate: Candidate) -> float:
+        """Returns the tokens of a device's micro-batch."""
+        return candidate.batch_per_device * self.work.seq_len / self.parts["sequence"]
+
+    def _block_bytes(self, tokens: float) -> tuple[float, float]:
+        """Returns the bytes of a block's activations without recomputation, and of routed rows."""
+        block = self.work.block
+        unrouted = self._bytes(Saved(block.split, block.whole), tokens)
+        return unrouted, self._bytes(Saved(routed=block.routed), tokens)
 
     def is_of_stage(self, leaf: Leaf) -> bool:
         """Returns whether a parameter belongs to the stages of a pipeline."""

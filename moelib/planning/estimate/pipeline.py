@@ -13,7 +13,7 @@ from moelib.parallel.pipeline.engine import AXIS
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.parallel.pipeline.ticks import ticks_of
 from moelib.planning.estimate.workload import Workload
-from moelib.planning.schedules import Costs, simulate, slot_time
+from moelib.planning.schedules import Costs, lockstep_time, simulate
 from moelib.train.pipeline import stage_sizes
 
 __all__ = ["AXIS", "Pipeline", "pipeline_of"]
@@ -140,11 +140,6 @@ def _simulated(
 ) -> _Figures:
     timeline = simulate(schedule, num_ranks, num_microbatches, costs)
     ticks = ticks_of(schedule, num_ranks, num_microbatches)
-    time = lambda rank, slot: slot_time(
-        [(schedule.stage(num_ranks, rank, task.chunk), task) for task in slot], costs
-    )
-    lockstep = sum(
-        max(time(rank, slot) for rank, slot in enumerate(row) if slot) for row in ticks.slots
-    )
+    lockstep = lockstep_time(schedule, num_ranks, num_microbatches, costs)
     kept = ticks.num_inputs, ticks.num_gradients, ticks.num_saved, ticks.num_deferred
     return _Figures(timeline.end, lockstep, len(ticks.slots), *kept)

@@ -10,13 +10,14 @@ from moelib.parallel.pipeline.schedule import Schedule
 from moelib.parallel.pipeline.ticks import ticks_of
 from moelib.planning.compiled.examine import shares_of_branches
 from moelib.planning.estimate import pipeline as pipeline_lib
+from moelib.planning.estimate.activations import FULL, NONE
 from moelib.planning.estimate.candidates import candidates, current_candidate, rules_of
 from moelib.planning.estimate.estimate import Estimator
 from moelib.planning.estimate.pipeline import pipeline_of
 from moelib.planning.estimate.workload import read_workload
 from moelib.planning.hardware.topologies import describe
 from moelib.planning.hlo import program as hlo
-from moelib.planning.plan import plan
+from moelib.planning.plan import Plan, plan
 from moelib.planning.report.collectives import collectives_by_axes
 from tests.planning import tiny_moe
 from tests.tiny import stacked
@@ -80,7 +81,24 @@ def test_schedules_are_candidates_of_a_sweep(work):
 def test_the_table_has_schedule_idle_share_and_bytes():
     table = plan(deep(), "h100:1x8", mesh="pipeline=2,fsdp=4").table(max_rows=1)
     assert table.rows[0][2].startswith("pipeline=2,fsdp=4; ")
-    assert "A rank of the pipeline idles" in table.footnotes[-1]
+    assert any("A rank of the pipeline idles" in each for each in table.footnotes)
+
+
+def test_the_bytes_that_deferred_gradients_take_are_told(work):
+    def footnotes(schedule, remat):
+        found = candidates(deep(), work, EIGHT, mesh="pipeline=4,fsdp=2")
+        own = next(each for each in found if each.schedule is schedule)
+        estimate = Estimator(work, rules_of(deep()), {})(dataclasses.replace(own, remat=remat))
+        table = Plan(deep(), "deep", (estimate,), 1, 0, ()).table()
+        return estimate.kept_over_1f1b, "\n".join(table.footnotes)
+
+    times, text = footnotes(Schedule.ZB_H1, FULL)
+    assert times > 3
+    assert f"keeps {times:.1f} times as many bytes between passes as with 1f1b" in text
+    assert footnotes(Schedule.ONE_F_ONE_B, FULL)[0] == 1.0
+    times, text = footnotes(Schedule.ZB_H1, NONE)
+    assert times < 1.5
+    assert "times as many bytes" not in text
 
 
 @pytest.mark.parametrize(
