@@ -35,6 +35,7 @@ from moelib.train.settings import (
     warn_unused_schedule,
 )
 from moelib.train.shardings import shard_external_layers
+from moelib.train.stacks import with_empty_stacks
 from moelib.train.state import TrainerState
 from moelib.train.step import TrainStep, make_own_train_step, make_train_step
 from moelib.train.watchers import gradient_noise
@@ -223,7 +224,7 @@ class StepProgram(Module):
     def _step_function(self, pipeline: PipelineConfig | None) -> TrainStep:
         cfg = self.config
         if not self.model.has_own_step:
-            return make_train_step(
+            step = make_train_step(
                 self.model,
                 self.learner,
                 train_dtype=cfg.train_dtype,
@@ -234,6 +235,7 @@ class StepProgram(Module):
                 # rounds some sums otherwise, by a bit, and no step of a TPU was compiled with it.
                 sum_by_layer=self.mesh().devices.flat[0].device_kind.startswith("NVIDIA"),
             )
+            return with_empty_stacks(step)
         if cfg.num_microbatches > 1 or cfg.train_dtype is not None:
             raise UserError(
                 f"num_microbatches={cfg.num_microbatches}, train_dtype={cfg.train_dtype}: a model "

@@ -27,7 +27,6 @@ from moelib.parallel import sharding
 from moelib.train.metrics import NON_FINITE, PackedMetrics, as_metric, collect, pack
 from moelib.train.no_gradient import tag_gradients
 from moelib.train.pipeline import PipelineConfig, accumulate_in_pipeline
-from moelib.train.stacks import with_empty_stacks
 from moelib.train.state import TrainerState, updated
 from moelib.train.watchers import gradient_noise
 
@@ -91,7 +90,7 @@ def make_train_step(
         params = tree.merge(update.params, done.state)
         return _end_step(model, learner, state, params, update.state, metrics)
 
-    return with_empty_stacks(train_step)
+    return train_step
 
 
 def _accumulate(

@@ -15,6 +15,7 @@ from moelib.learner.learner import Learner, LearnerUpdate
 from moelib.parallel.sharding import abstract_state
 from moelib.runtime import memory_maps
 from moelib.train import metrics
+from moelib.train.stacks import with_empty_stacks
 from moelib.train.state import init_state
 from moelib.train.step import make_train_step
 from moelib.train.trainer import SpmdTrainer
@@ -108,7 +109,8 @@ class Probe:
         with trainer.on_mesh():
             out = (self.shardings, None, None, None, self.shardings.learner)
             arguments = self._put(state, batch, gradients)
-            lowered = jax.jit(step, out_shardings=out).lower(*arguments)
+            jitted = jax.jit(with_empty_stacks(step), out_shardings=out)
+            lowered = jitted.lower(*arguments)
             trainer.check_sharding_rules()
             self._step = lowered.compile(compiler_options=_FAST_COMPILE)
 

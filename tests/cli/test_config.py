@@ -85,9 +85,9 @@ def test_shardings_of_every_parameter_are_printed(capsys):
     run_config(*arguments, "--mesh=fsdp=4,model=2")
     shown = capsys.readouterr().out
     line = next(x for x in shown.splitlines() if "experts/down " in x)
-    assert "(None, 'model', 'fsdp')" in line
+    assert "(None, ('model', 'fsdp'), None)" in line  # Shards of the width are no whole tiles.
     assert "65.5 kB" in line  # 16 x 64 x 128 float32 in eight parts.
-    assert "expert_ffn over model" in line
+    assert "expert_ffn, expert_embed over model, fsdp" in line
     with pytest.raises(UsageError, match="--model_shards=2 requires --mesh=auto"):
         run_config(*arguments, "--model_shards=2")
     for unused in ("--mesh=fsdp=4", "--model_shards=2"):
