@@ -97,6 +97,7 @@ def test_parameters_get_their_shardings():
         ((2, 5632, 2880), ("layers", "ffn", "embed"), (None, ("model", "fsdp"))),
         ((32, 1408, 2048), ("experts", "expert_ffn", "expert_embed"), (None, "model", "fsdp")),
         ((32, 2882, 2880), ("experts", "expert_ffn", "expert_embed"), (None, "model", "fsdp")),
+        ((32, 28, 2880), ("experts", "expert_ffn", "expert_embed"), (None, "model", "fsdp")),
         ((201088, 2880), ("vocab", "embed"), ("model", "fsdp")),
         ((32, 2880), ("experts", "expert_embed"), (None, "fsdp")),
         ((2, 2880), ("layers", "embed"), (None, "fsdp")),
