@@ -179,7 +179,8 @@ def reduce_dtype(dtype: str | None) -> Iterator[None]:
 
 def is_reduced_in_float32(dtype: Any) -> bool:
     """Returns whether gradients of a dtype are summed over devices in float32 instead."""
-    return bool(_in_float32.value) and jnp.finfo(dtype).bits < 32
+    is_float = jnp.issubdtype(dtype, jnp.floating)  # As quantized integers are not.
+    return bool(_in_float32.value) and is_float and jnp.finfo(dtype).bits < 32
 
 
 def gathered(gather: Callable[[jax.Array], jax.Array], shard: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
@@ -41,11 +42,14 @@ def _edit(eqn: Any) -> Any:
     if not options["reverse"]:  # Over micro-batches.
         return eqn.replace(params={**eqn.params, "jaxpr": _edited(eqn.params["jaxpr"])})
     num_consts, num_carries = num_consts_and_carries(eqn)
+    stacked = [v.aval for v in eqn.outvars[num_carries:]]
+    if not options["length"] or any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in stacked):
+        return eqn  # Nothing is written, or random keys, which have no empty arrays.
     body = jaxpr_as_fun(eqn.params["jaxpr"])
 
     def scan(*args: Any) -> list[Any]:
         consts, carry, xs = _split(args, num_consts, num_consts + num_carries)
-        stacks = [lax.empty(v.aval.shape, v.aval.dtype) for v in eqn.outvars[num_carries:]]
+        stacks = [lax.empty(x.shape, x.dtype) for x in stacked]
 
         def step(carry: Any, xs: Any) -> Any:
             i, carry, stacks = carry

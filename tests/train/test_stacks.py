@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from moelib.core.jaxpr import walk
 from moelib.train.stacks import with_empty_stacks
@@ -58,3 +59,17 @@ def test_a_scan_over_references_keeps_its_order_of_writes():
     seen, last = jax.jit(with_empty_stacks(fill))(jnp.arange(4.0))
     np.testing.assert_array_equal(seen, [34, 17, 8, 3])
     assert last == 34
+
+
+@pytest.mark.parametrize("length", [0, 3])
+def test_scans_of_random_keys_or_of_no_turns_stay(length):
+    def keys(x):
+        step = lambda key, x: (jax.random.fold_in(key, x), jax.random.split(key)[0])
+        return jax.lax.scan(step, jax.random.key(0), x, reverse=True)
+
+    x = jnp.arange(length)
+    want, got = keys(x), jax.jit(with_empty_stacks(keys))(x)
+    data = lambda found: [np.asarray(jax.random.key_data(each)) for each in found]
+    jax.tree.map(np.testing.assert_array_equal, data(got), data(want))
+    empty = lambda x: jax.lax.scan(lambda c, x: (c + x, c), 0.0, x, reverse=True)
+    jax.tree.map(np.testing.assert_array_equal, with_empty_stacks(empty)(1.0 * x), empty(1.0 * x))
