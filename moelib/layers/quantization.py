@@ -181,15 +181,16 @@ def project(
     x: Float[Array, "... D"], weight: Array | QuantizedWeight, *, num_inputs: int = 1
 ) -> Array:
     """Returns x W, summed over the last dimensions of x and the first `num_inputs` of W."""
+    wide = precision.is_reduced_in_float32(x.dtype)
     if not isinstance(weight, QuantizedWeight):
-        wide = precision.is_reduced_in_float32(weight.dtype)
         return (precision.tensordot if wide else jnp.tensordot)(x, weight, num_inputs)
     lead = x.shape[: x.ndim - num_inputs]
     num = math.prod(weight.shape[:num_inputs])
     tokens = x.reshape(-1, *lead[-1:], num) if lead else x.reshape(1, 1, num)
     out = weight.gradient_of.reshape(num, -1)
     split = weight.split(num_inputs)
-    y = quantized_matmul(tokens, weight.matrix(num_inputs), out, split=split)
+    matrix = weight.matrix(num_inputs)
+    y = quantized_matmul(tokens, matrix, out, split=split, sums_in_float32=wide)
     return save_dot(y.reshape(*lead, *weight.shape[num_inputs:]))
 
 

@@ -8,9 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from moelib.core.jaxpr import walk
 from moelib.kernels.backend import kernel_backends
 from moelib.kernels.quantized_matmul import Quantization, quantize, quantized_gmm, quantized_matmul
-from moelib.kernels.quantized_matmul.quantize import _rounded
+from moelib.kernels.quantized_matmul.quantize import TILES, _rounded
 from tests.kernels.comparing import assert_close, pulled
 
 FP8, INT8 = Quantization.FP8_BLOCK, Quantization.INT8_BLOCK
@@ -267,3 +268,22 @@ def test_rows_of_no_group_change_nothing_with_one_scale_per_array():
     for last in (np.nan, 1e6):
         for got, want in zip(run(last), run(0.0), strict=True):
             np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("scheme", [Quantization.FP8_BLOCK, Quantization.FP8_TENSOR])
+def test_a_weights_gradient_is_rounded_after_its_sum(scheme):
+    draw = lambda i, shape: jax.random.normal(jax.random.key(i), shape).astype(jnp.bfloat16)
+    x, weight, grad = draw(0, (1, 256, 128)), draw(1, (128, 256)), draw(2, (1, 256, 256))
+    quantized = quantize(weight, TILES, scheme)
+
+    def gradient(wide, grad):
+        product = lambda w: quantized_matmul(x, quantized, w, sums_in_float32=wide, backend="xla")
+        return jax.vjp(product, weight)[1](grad)[0]
+
+    np.testing.assert_array_equal(gradient(True, grad), gradient(False, grad))  # On one device.
+    sums = [
+        (site.eqn.invars[0].aval.dtype, site.eqn.outvars[0].aval.dtype)
+        for site in walk(jax.make_jaxpr(functools.partial(gradient, True))(grad))
+        if site.eqn.primitive.name == "dot_general" and site.eqn.outvars[0].aval.shape == (128, 256)
+    ]
+    assert sums == [(jnp.bfloat16, jnp.float32)]

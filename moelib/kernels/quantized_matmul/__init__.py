@@ -60,6 +60,7 @@ def quantized_matmul(
     gradient_of: Float[Array, "..."],
     *,
     split: jax.P | None = None,
+    sums_in_float32: bool = False,
     backend: str | None = None,
 ) -> Float[Array, "b t n"]:
     """Returns x w in the dtype of x, both quantized by the scheme of the weight.
@@ -70,6 +71,8 @@ def quantized_matmul(
         gradient_of: Array of the weight's shape that takes its gradient; its values are not read.
         split: Sharding of the weight while it is multiplied; its 8-bit values are gathered for it,
             and again in the backward pass. None leaves both to the compiler.
+        sums_in_float32: Whether the gradient of the weight is rounded to the dtype of x only after
+            devices have summed it.
         backend: "xla" multiplies the exact values in the dtype of x; "float8" multiplies 8-bit
             operands of schemes with one scale per array, and is their default on devices with such
             units; "reference" multiplies in float32; "straight_through" does, too, and quantizes no
@@ -89,7 +92,8 @@ def quantized_matmul(
     x, weight, gradient_of = align(x, weight, gradient_of.astype(x.dtype))
     if backend == "straight_through":
         return reference.straight_through(x, weight, gradient_of)
-    return _dense(_Dense(backend, weight.values.ndim == 3, split), x, weight, gradient_of)
+    options = _Dense(backend, weight.values.ndim == 3, split, sums_in_float32)
+    return _dense(options, x, weight, gradient_of)
 
 
 def matmul_of_quantized(
@@ -126,24 +130,28 @@ class _Dense(NamedTuple):
     backend: str
     has_groups: bool  # Whether each of the b groups has a weight.
     split: jax.P | None
+    sums_in_float32: bool
 
     def of_weight(self, spec: str, x: Quantized, weight: Quantized, dtype: Any) -> Array:
         """Returns an einsum of a quantized array and the weight, as it is sharded then."""
         weight = weight if self.split is None else weight.gathered(self.split)
         return self.dot(spec, x, weight, dtype)
 
-    def dot(self, spec: str, a: Quantized, b: Quantized, dtype: Any) -> Array:
+    def dot(self, spec: str, a: Quantized, b: Quantized, dtype: Any, values: Any = None) -> Array:
         """Returns an einsum of quantized arrays, in which "w" stands for the weight's dimensions.
+
+        `values` is the dtype in which plain XLA multiplies; None for that of the result.
 
         The forward pass and both gradients are dots of their own, so that they can be scheduled
         apart.
         """
         spec = spec.replace("w", "bkn" if self.has_groups else "kn")
         modules = {"float8": float8, "reference": reference, "xla": xla}
-        forms = {
+        forms: dict[str, Any] = {
             name: functools.partial(module.dot, spec, dtype=dtype)
             for name, module in modules.items()
         }
+        forms["xla"] = functools.partial(xla.dot, spec, dtype=dtype, values=values)
         scheme = a.scheme.name if a.scheme.format.in_blocks else None
         reason = scheme and f"has no dots with a scale per block, as {scheme}; set FP8_TENSOR."
         return backends.run("quantized_matmul", self.backend, forms, {"float8": reason}, a, b)
@@ -164,8 +172,9 @@ def _dense_backward(options: _Dense, saved: Any, grad: Array) -> Any:
     of_grad = functools.partial(quantize, grad, scheme=weight.scheme, is_gradient=True)
     x_grad = options.of_weight("btn,w->btk", of_grad(ROWS), weight, x.dtype)
     x = quantize(x, COLUMNS if options.has_groups else TILES, weight.scheme)
-    weight_grad = options.dot("btk,btn->w", x, of_grad(COLUMNS), x_grad.dtype)
-    return x_grad, None, weight_grad
+    sums = jnp.float32 if options.sums_in_float32 else x_grad.dtype
+    weight_grad = options.dot("btk,btn->w", x, of_grad(COLUMNS), sums, x_grad.dtype)
+    return x_grad, None, weight_grad.astype(x_grad.dtype)
 
 
 _dense.defvjp(_dense_forward, _dense_backward)
