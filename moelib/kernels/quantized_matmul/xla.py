@@ -15,8 +15,8 @@ from moelib.kernels.quantized_matmul.quantize import Quantized
 
 def dot(spec: str, a: Quantized, b: Quantized, *, dtype: Any, values: Any = None) -> jax.Array:
     """Returns an einsum of the exact values of two quantized arrays, in `values` if not None."""
-    a, b = (exact(x, dtype if values is None else values) for x in (a, b))
-    return jnp.einsum(spec, a, b, preferred_element_type=dtype).astype(dtype)
+    operands = (exact(x, dtype if values is None else values) for x in (a, b))
+    return jnp.einsum(spec, *operands, preferred_element_type=dtype).astype(dtype)
 
 
 def exact(x: Quantized, dtype: Any) -> jax.Array:
