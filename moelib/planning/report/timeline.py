@@ -94,7 +94,7 @@ def times(
 
 
 class _Work(NamedTuple):
-    """What a device computes for an instruction."""
+    """The work of a device for an instruction."""
 
     part: str  # "compute" or "kernel".
     seconds: float
