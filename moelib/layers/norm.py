@@ -32,11 +32,21 @@ class BaseNorm(BaseLayer):
 class RMSNorm(BaseNorm):
     """x / rms(x) * scale. Source: Zhang and Sennrich, arXiv:1910.07467, eq. 4."""
 
+    @config_class
+    class Config(BaseNorm.Config):
+        zero_centered: bool = False  # Whether the parameter is the scale minus 1, from 0.
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        if not self.config.zero_centered:
+            return super()._create_layer_parameter_specs()
+        return {"scale": bias_spec((self.config.dim,), ("norm",))}
+
     def forward(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """Returns the normalized x, in the dtype of x."""
         x32 = x.astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), -1, keepdims=True) + self.config.eps)
-        return (x32 * inverse * self._scaled(x)).astype(x.dtype)
+        scale = self._scaled(x) + 1.0 if self.config.zero_centered else self._scaled(x)
+        return (x32 * inverse * scale).astype(x.dtype)
 
 
 class LayerNorm(BaseNorm):
