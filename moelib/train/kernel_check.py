@@ -159,15 +159,10 @@ def _keep(path: pathlib.Path, verdicts: Sequence[Verdict]) -> None:
 
 def calls_of(cfg: Any, devices: Any) -> list[backends.Call]:
     """Returns the calls of a config's step on devices, which compute nothing."""
-    traced = cfg.clone(
-        kernel_backends=dict.fromkeys(backends.BACKENDS, "xla"),  # Traced for any devices.
-        evalers={},
-        watchers={},
-        checkpointer=None,
-        init_from=None,
-    )
+    cfg = cfg.clone(evalers={}, watchers={}, checkpointer=None, init_from=None)
+    cfg.kernel_backends = dict.fromkeys(backends.BACKENDS, "xla")  # Traced for any devices.
     with backends.recorded_calls() as calls:
-        traced.instantiate(parent=None, devices=devices).trace_train_step()
+        cfg.instantiate(parent=None, devices=devices).trace_train_step()
     return calls
 
 
@@ -191,7 +186,8 @@ def _in_this_process(trainer: Any, path: pathlib.Path) -> list[Verdict]:
 
     Its next start goes on from there, with the verdicts that were kept next to the file.
     """
-    calls = calls_of(trainer.config, trainer.mesh().devices.flatten())
+    with backends.recorded_calls() as calls:
+        trainer.trace_train_step()
     partial = path.with_suffix(".partial")
     verdicts = _read(partial) or []
 
@@ -225,12 +221,9 @@ def _in_processes(cfg: Any, mesh: Sequence[int] | None = None) -> list[Verdict]:
     verdicts: dict[str, Verdict] = {}  # By call.
     while True:
         request = {"config": config_text.to_text(cfg), "mesh": mesh, "known": list(verdicts)}
+        text, environment = json.dumps(request).encode(), _environment(is_shared=mesh is not None)
         done = subprocess.run(
-            COMMAND,
-            input=json.dumps(request).encode(),
-            env=_environment(is_shared=mesh is not None),
-            capture_output=True,
-            check=False,
+            COMMAND, input=text, env=environment, capture_output=True, check=False
         )
         devices, *lines = [json.loads(line) for line in done.stdout.splitlines()] or [None]
         found = [Verdict(*line) for line in lines]
@@ -251,9 +244,11 @@ def _in_processes(cfg: Any, mesh: Sequence[int] | None = None) -> list[Verdict]:
 def _environment(*, is_shared: bool) -> dict[str, str]:
     """Returns the environment of a process that compares, next to this one if that is open."""
     chosen = jax.config.jax_platforms or ""  # Also those of a flag.
+    if chosen and "cpu" not in chosen:
+        chosen += ",cpu"  # Of the simulated devices.
     environment = {
         **os.environ,
-        "JAX_PLATFORMS": chosen and f"{chosen},cpu",
+        "JAX_PLATFORMS": chosen,
         "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
     }
     shared = {

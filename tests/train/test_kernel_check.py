@@ -140,6 +140,19 @@ def test_a_comparison_that_does_not_start_is_a_warning(tmp_path, monkeypatch, ca
     assert not (tmp_path / "cache").exists()
 
 
+def test_verdicts_in_a_folder_that_cannot_be_written_are_a_warning(tmp_path, caplog):
+    (tmp_path / "cache").touch()
+    path = kernel_check._path(config(tmp_path), "8-cpu")
+    kernel_check._keep(path, [])
+    assert f"{path}: verdicts on kernels are not kept" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '[["gmm", "gmm(lhs)"]]'])
+def test_an_incomplete_file_has_no_verdicts(tmp_path, text):
+    (tmp_path / "file").write_text(text)
+    assert kernel_check._read(tmp_path / "file") is None
+
+
 def test_nothing_is_compared_without_an_accelerator(tmp_path, monkeypatch):
     monkeypatch.setattr(kernel_check, "PLATFORMS", ("gpu", "tpu"))
     monkeypatch.setattr(kernel_check, "has_accelerator", platforms.has_accelerator)
