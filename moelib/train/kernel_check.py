@@ -32,6 +32,7 @@ import jax
 from moelib.core import config_text
 from moelib.core.errors import UserError
 from moelib.kernels import backend as backends
+from moelib.kernels.backend import Call
 from moelib.kernels.check import FAILS, NO_MEMORY, backend_of, compare
 from moelib.runtime.compilation_cache import use_compilation_cache
 from moelib.runtime.platforms import has_accelerator
@@ -157,7 +158,7 @@ def _keep(path: pathlib.Path, verdicts: Sequence[Verdict]) -> None:
 # -- Comparisons -----------------------------------------------------------------------------------
 
 
-def calls_of(cfg: Any, devices: Any) -> list[backends.Call]:
+def calls_of(cfg: Any, devices: Any) -> list[Call]:
     """Returns the calls of a config's step on devices, which compute nothing."""
     cfg = cfg.clone(evalers={}, watchers={}, checkpointer=None, init_from=None)
     cfg.kernel_backends = dict.fromkeys(backends.BACKENDS, "xla")  # Traced for any devices.
@@ -166,9 +167,7 @@ def calls_of(cfg: Any, devices: Any) -> list[backends.Call]:
     return calls
 
 
-def _begun(
-    calls: Iterable[backends.Call], known: Container[str]
-) -> Iterator[tuple[backends.Call, Verdict]]:
+def _begun(calls: Iterable[Call], known: Container[str]) -> Iterator[tuple[Call, Verdict]]:
     """Yields the calls to compare, with the verdicts if they do not end.
 
     A call that the chosen backend cannot compute is an error where the run traces it.
