@@ -1,10 +1,12 @@
 """Kernels that fail their comparison are replaced, with a warning, and compared once."""
 
 import json
+import os
 import re
 import sys
 
 import pytest
+from jaxlib import xla_client
 
 from moelib.core.errors import UserError
 from moelib.kernels.backend import traced_backends, warn_once
@@ -151,6 +153,16 @@ def test_verdicts_in_a_folder_that_cannot_be_written_are_a_warning(tmp_path, cap
 def test_an_incomplete_file_has_no_verdicts(tmp_path, text):
     (tmp_path / "file").write_text(text)
     assert kernel_check._read(tmp_path / "file") is None
+
+
+def test_a_process_next_to_open_devices_takes_one_gpu_and_little_of_its_memory(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # Of the user, for this process.
+    for name, value in kernel_check._environment(is_shared=True).items():
+        monkeypatch.setenv(name, value)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2"
+    options = xla_client.generate_pjrt_gpu_plugin_options()
+    assert (options["memory_fraction"], options["preallocate"]) == (0.05, False)
 
 
 def test_nothing_is_compared_without_an_accelerator(tmp_path, monkeypatch):
