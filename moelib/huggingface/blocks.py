@@ -223,7 +223,7 @@ def attention(settings: Settings, **fields: Any) -> GroupedQueryAttention.Config
         num_heads=heads,
         num_kv_heads=settings.take("num_key_value_heads", None) or heads,
         head_dim=settings.take("head_dim", None) or dim // heads,
-        rope=rope(settings),
+        rope=fields["rope"] if "rope" in fields else rope(settings),
     )
     return cfg.set(**fields)
 
@@ -236,13 +236,45 @@ def attention_with_bias(settings: Settings, **fields: Any) -> GroupedQueryAttent
 
 def attention_settings(cfg: CausalLM.Config) -> dict[str, Any]:
     """Returns the settings that `model` and `attention` read."""
-    attention = expect(layers_of(cfg.decoder)[0].self_attention, GroupedQueryAttention.Config)
+    attentions = [layer.self_attention for layer in layers_of(cfg.decoder)]
+    attention = expect(attentions[0], GroupedQueryAttention.Config)
+    ropes = [found for each in attentions if (found := each.rope) is not None]
     return {
         **model_settings(cfg),
         "num_attention_heads": attention.num_heads,
         "num_key_value_heads": attention.num_kv_heads or attention.num_heads,
         "head_dim": attention.head_dim or cfg.dim // attention.num_heads,
-        **rope_spellings(rope_settings(attention.rope)),
+        **rope_spellings(rope_settings((ropes or [RotaryEmbedding.default_config()])[0])),
+    }
+
+
+WINDOWED, FULL = "sliding_attention", "full_attention"
+
+
+def windows(settings: Settings, windowed: Sequence[bool]) -> list[int | None]:
+    """Returns the window of each layer in tokens, None for no limit.
+
+    Args:
+        settings: Settings with `sliding_window`, and with `layer_types` unless they follow.
+        windowed: Whether each layer has a window if there are no `layer_types`.
+    """
+    kinds = settings.take("layer_types", None) or [(FULL, WINDOWED)[x] for x in windowed]
+    settings.expect(num_hidden_layers=len(kinds))
+    window = settings.take("sliding_window", None)
+    if window is None and WINDOWED in kinds:
+        raise UserError(
+            f"{settings.source}: sliding_window=null, but layer_types has {WINDOWED!r}; set it."
+        )
+    known = {WINDOWED: window, FULL: None}
+    return [settings.lookup("layer_types", kind, known) for kind in kinds]
+
+
+def window_settings(cfg: CausalLM.Config) -> dict[str, Any]:
+    """Returns the settings that `windows` reads."""
+    found = [layer.self_attention.window for layer in layers_of(cfg.decoder)]
+    return {
+        "layer_types": [WINDOWED if window else FULL for window in found],
+        "sliding_window": max(window or 0 for window in found) or None,
     }
 
 
@@ -313,8 +345,10 @@ def moe_layers_of(cfg: CausalLM.Config) -> list[MoELayer.Config]:
 # -- Models --------------------------------------------------------------------------------------
 
 
-def model(settings: Settings, attention: Any, feed_forward: Any) -> CausalLM.Config:
+def model(settings: Settings, attention: Any, feed_forward: Any, **fields: Any) -> CausalLM.Config:
     """Returns the model whose layers have these two parts; a list has a part for each layer.
+
+    The fields are those of every layer; the last norm of the model is of the same kind.
 
     Raises:
         UserError: If a setting of the file was never read.
@@ -322,14 +356,15 @@ def model(settings: Settings, attention: Any, feed_forward: Any) -> CausalLM.Con
     settings.expect(hidden_act="silu", attention_dropout=0.0)
     total = settings.take("num_hidden_layers")
     each = (x if isinstance(x, list) else [x] * total for x in (attention, feed_forward))
-    layer = TransformerLayer.default_config().set(norm=norm(settings))
+    last = fields.get("norm") or fields.get("output_norm") or norm(settings)
+    layer = TransformerLayer.default_config().set(norm=last).set(**fields)
     layers = [layer.clone(self_attention=a, feed_forward=f) for a, f in zip(*each, strict=True)]
     tied = settings.take("tie_word_embeddings", False)
     cfg = CausalLM.default_config().set(
         vocab_size=settings.take("vocab_size"),
         dim=settings.take("hidden_size"),
         decoder=stack(layers),
-        output_norm=layer.norm.clone(),
+        output_norm=last.clone(),
     )
     if tied:
         cfg.lm_head = None

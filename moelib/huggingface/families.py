@@ -11,8 +11,10 @@ from typing import Any
 from moelib.core.errors import UserError
 from moelib.huggingface import blocks
 from moelib.huggingface.deepseek import V2, V3
+from moelib.huggingface.dense import MISTRAL, QWEN2, SMOLLM3
 from moelib.huggingface.family import Family
 from moelib.huggingface.gpt_oss import GPT_OSS
+from moelib.huggingface.granite import GRANITE, GRANITEMOE, GRANITEMOESHARED
 from moelib.huggingface.llama import LLAMA, QWEN3
 from moelib.huggingface.mixture import (
     MIXTRAL,
@@ -21,6 +23,7 @@ from moelib.huggingface.mixture import (
     QWEN2_MOE_UNGATED,
     QWEN3_MOE,
 )
+from moelib.huggingface.olmo import FLEX_OLMO, OLMO2, OLMO3
 from moelib.huggingface.settings import Settings
 from moelib.huggingface.tensor_mapping import TensorMapping, expand
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
@@ -31,7 +34,11 @@ from moelib.layers.transformer import LoopStack, ScanStack, TransformerLayer
 from moelib.models.causal_lm import CausalLM
 
 # If several families can hold a model, the first one is used.
-FAMILIES = (LLAMA, QWEN3, MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, QWEN2_MOE_UNGATED, V2, V3, GPT_OSS)
+FAMILIES = (
+    *(LLAMA, QWEN3, QWEN2, MISTRAL, SMOLLM3, OLMO2, OLMO3, GRANITE),
+    *(MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, QWEN2_MOE_UNGATED, V2, V3, GPT_OSS),
+    *(FLEX_OLMO, GRANITEMOE, GRANITEMOESHARED),
+)
 
 _MAX_NAMED = 5  # Differences listed in an error.
 
@@ -167,7 +174,11 @@ def published_settings(values: Mapping[str, Any], cfg: CausalLM.Config) -> tuple
     settings = {name: x for name, x in values.items() if name not in dropped}
     # Settings that moelib does not read were accepted when the model was converted.
     family = check_computes(settings, "config.json", cfg, ignored=None)
-    if settings.get("rope_parameters"):
+    parameters = settings.get("rope_parameters")
+    if parameters and any(isinstance(x, dict) for x in parameters.values()):  # One for each kind.
+        written = family.settings(cfg)
+        settings |= {name: x for name, x in written.items() if name.startswith("rope_")}
+    elif parameters:
         known = Settings(settings, "config.json", family.defaults)
         settings |= blocks.rope_spellings(blocks.rope_parameters(known))
     if cfg.multi_token_prediction is None and "num_nextn_predict_layers" in settings:

@@ -51,11 +51,13 @@ def _list_of(kind: type, text: str) -> _Kind:
 
 _MAX_LAYERS, _MAX_SIZE = 1000, 10**9
 _KINDS = {
-    **_integer(1, _MAX_LAYERS).names("num_hidden_layers decoder_sparse_step"),
-    **_integer(0, _MAX_LAYERS).names(
-        "first_k_dense_replace n_shared_experts? num_nextn_predict_layers"
+    **_integer(1, _MAX_LAYERS).names(
+        "decoder_sparse_step no_rope_layer_interval num_hidden_layers"
     ),
-    **_integer(0, _MAX_SIZE).names("qk_nope_head_dim"),
+    **_integer(0, _MAX_LAYERS).names(
+        "first_k_dense_replace max_window_layers n_shared_experts? num_nextn_predict_layers"
+    ),
+    **_integer(0, _MAX_SIZE).names("qk_nope_head_dim shared_intermediate_size"),
     **_integer(1, _MAX_SIZE).names(
         "head_dim? hidden_size intermediate_size kv_lora_rank max_position_embeddings? "
         "moe_intermediate_size n_group? n_routed_experts num_attention_heads num_experts "
@@ -67,8 +69,9 @@ _KINDS = {
         "a number above 0, from 1e-30 to 1e30",
         lambda x: type(x) in (int, float) and 1e-30 < x < 1e30,
     ).names(
-        "attention_factor? beta_fast? beta_slow? clip_qkv? factor? high_freq_factor? "
-        "low_freq_factor? rope_theta? routed_scaling_factor"
+        "attention_factor? attention_multiplier beta_fast? beta_slow? clip_qkv? "
+        "embedding_multiplier factor? high_freq_factor? logits_scaling low_freq_factor? "
+        "residual_multiplier rope_theta? routed_scaling_factor"
     ),
     **_Kind(
         "a number from 1e-12 to 0.1",
@@ -84,9 +87,9 @@ _KINDS = {
         ),
     ).names("eos_token_id?"),
     **_Kind("true or false", lambda x: type(x) is bool).names(
-        "attention_bias norm_topk_prob qkv_bias tie_word_embeddings truncate?"
+        "attention_bias norm_topk_prob qkv_bias tie_word_embeddings truncate? use_sliding_window"
     ),
-    **_list_of(int, "a list of integers").names("mlp_only_layers?"),
+    **_list_of(int, "a list of integers").names("mlp_only_layers? no_rope_layers?"),
     **_list_of(str, "a list of texts").names("layer_types?"),
     **_Kind("an object", lambda x: isinstance(x, dict)).names("rope_parameters? rope_scaling?"),
 }
@@ -118,6 +121,10 @@ class Settings:
         self.values = {name: x for name, x in values.items() if name not in absent}
         self.source, self._defaults = source, defaults or {}
         self._unread = set() if ignored is None else set(self.values) - _NEUTRAL
+
+    def inner(self, values: Mapping[str, Any]) -> "Settings":
+        """Returns other settings of the same file, with the same defaults."""
+        return Settings(values, self.source, self._defaults)
 
     def take(self, name: str, default: Any = _REQUIRED) -> Any:
         """Returns a setting.

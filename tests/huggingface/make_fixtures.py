@@ -47,6 +47,14 @@ DEEPSEEK = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 4,
 }
+GRANITE = {
+    **SHAPE,
+    "tie_word_embeddings": True,
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 6.0,
+}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -143,6 +151,85 @@ FAMILIES = {
             "rope_parameters": YARN,
         },
     ),
+    "qwen2": (
+        transformers.Qwen2Config,
+        {
+            **SHAPE,
+            "num_hidden_layers": 3,
+            "intermediate_size": 24,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 2,
+        },
+    ),
+    "mistral": (
+        transformers.MistralConfig,
+        {**SHAPE, "intermediate_size": 24, "head_dim": 8, "sliding_window": 5},
+    ),
+    "smollm3": (
+        transformers.SmolLM3Config,
+        {
+            **SHAPE,
+            "num_hidden_layers": 4,
+            "intermediate_size": 24,
+            "no_rope_layer_interval": 2,
+            "pad_token_id": None,
+        },
+    ),
+    "olmo2": (
+        transformers.Olmo2Config,
+        {**SHAPE, "intermediate_size": 24, "pad_token_id": None, "eos_token_id": None},
+    ),
+    "olmo3": (
+        transformers.Olmo3Config,
+        {
+            **SHAPE,
+            "num_hidden_layers": 4,
+            "intermediate_size": 24,
+            "sliding_window": 5,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 500.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "truncate": True,
+                    "attention_factor": 1.2,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+            "pad_token_id": None,
+            "eos_token_id": None,
+        },
+    ),
+    "flex_olmo": (
+        transformers.FlexOlmoConfig,
+        {
+            **SHAPE,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 8,
+            "pad_token_id": None,
+            "eos_token_id": None,
+        },
+    ),
+    "granite": (transformers.GraniteConfig, {**GRANITE, "intermediate_size": 24}),
+    "granitemoe": (
+        transformers.GraniteMoeConfig,
+        {**GRANITE, "intermediate_size": 8, "num_local_experts": 8, "num_experts_per_tok": 3},
+    ),
+    "granitemoeshared": (
+        transformers.GraniteMoeSharedConfig,
+        {
+            **GRANITE,
+            "intermediate_size": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 12,
+        },
+    ),
     "gpt_oss": (
         transformers.GptOssConfig,
         {
@@ -157,11 +244,11 @@ FAMILIES = {
 }
 
 
-def build(family):
+def build(family, **further):
     """Returns the model in float32, with random weights large enough to matter."""
     config_class, settings = FAMILIES[family]
     torch.manual_seed(0)
-    config = config_class(**settings, attn_implementation="eager")
+    config = config_class(**{**settings, **further}, attn_implementation="eager")
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -191,10 +278,10 @@ class Choices:
 
     def __init__(self, model):
         self.of_layer = {}
-        for number, layer in enumerate(model.model.layers):
-            experts = getattr(layer.mlp, "experts", None)
-            if experts is not None:
-                experts.register_forward_pre_hook(self._hook(number), with_kwargs=True)
+        for number, layer in enumerate(model.base_model.layers):
+            for name, module in layer.named_modules():
+                if name.rpartition(".")[2] == "experts":
+                    module.register_forward_pre_hook(self._hook(number), with_kwargs=True)
 
     def _hook(self, number):
         def hook(module, args, kwargs):
@@ -240,10 +327,10 @@ def expected(model):
     }
     for number, of_layer in choices.of_layer.items():
         made[f"choices.{number}"] = of_layer.reshape(*ids.shape, -1).sort(-1).values
-    if "deepseek" not in model.config.model_type and choices.of_layer:
-        routed = model.model(**inputs, output_router_logits=True)
-        module = sys.modules[type(model).__module__]
-        made["aux_loss"] = module.load_balancing_loss_func(
+    balance_loss = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    if balance_loss is not None:
+        routed = model.base_model(**inputs, output_router_logits=True)
+        made["aux_loss"] = balance_loss(
             routed.router_logits, model.num_experts, model.num_experts_per_tok
         )
     model.zero_grad()
@@ -264,11 +351,13 @@ def gradients(model, folder):
     return load_file(pathlib.Path(folder) / "model.safetensors")
 
 
-def make(family):
-    """Writes the fixture of a family."""
-    folder = HERE / family
+def make(family, folder, **further):
+    """Writes a model of a family with further settings, and what it computes, to a folder.
+
+    Returns the model.
+    """
     shutil.rmtree(folder, ignore_errors=True)
-    model = build(family)
+    model = build(family, **further)
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     made = expected(model)
@@ -278,8 +367,9 @@ def make(family):
     save_file(made, folder / "expected.safetensors")
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"{family}: {size:,} bytes, loss {float(made['loss']):.4f}")
+    return model
 
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or FAMILIES:
-        make(name)
+        make(name, HERE / name)

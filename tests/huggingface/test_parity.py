@@ -130,7 +130,10 @@ def test_logits_are_those_of_transformers(family):
 
 SOME = [f if f in IN_EVERY_RUN else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
 # Families whose balance loss is that of all layers.
-POOLED = ("gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+POOLED = (
+    *("flex_olmo", "gpt_oss", "granitemoe", "granitemoeshared", "mixtral", "olmoe", "qwen2_moe"),
+    "qwen3_moe",
+)
 
 
 @pytest.mark.parametrize("family", SOME)
