@@ -10,8 +10,9 @@ from typing import Any
 
 from moelib.core.errors import UserError
 from moelib.huggingface import blocks
-from moelib.huggingface.deepseek import V2, V3
+from moelib.huggingface.deepseek import GLM4_MOE_LITE, KIMI_K2, V2, V3
 from moelib.huggingface.family import Family
+from moelib.huggingface.glm import DOTS1, GLM4_MOE, SOLAR_OPEN
 from moelib.huggingface.gpt_oss import GPT_OSS
 from moelib.huggingface.llama import LLAMA, QWEN3
 from moelib.huggingface.mixture import (
@@ -31,7 +32,10 @@ from moelib.layers.transformer import LoopStack, ScanStack, TransformerLayer
 from moelib.models.causal_lm import CausalLM
 
 # If several families can hold a model, the first one is used.
-FAMILIES = (LLAMA, QWEN3, MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, QWEN2_MOE_UNGATED, V2, V3, GPT_OSS)
+FAMILIES = (
+    *(LLAMA, QWEN3, MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, QWEN2_MOE_UNGATED, V2, V3, GPT_OSS),
+    *(KIMI_K2, GLM4_MOE_LITE, SOLAR_OPEN, GLM4_MOE, DOTS1),
+)
 
 _MAX_NAMED = 5  # Differences listed in an error.
 
@@ -133,6 +137,8 @@ def settings_of(cfg: CausalLM.Config) -> tuple[Family, dict[str, Any]]:
         raise NoFamilyError(f"transformers has no architecture for this model: {error}") from None
     nearest: tuple[int, str] | None = None
     for family in FAMILIES:
+        if family.written_as is not None:
+            continue
         try:
             settings = family.settings(cfg)
             found = _computed(family.model(Settings(settings, family.model_type, family.defaults)))
@@ -167,6 +173,8 @@ def published_settings(values: Mapping[str, Any], cfg: CausalLM.Config) -> tuple
     settings = {name: x for name, x in values.items() if name not in dropped}
     # Settings that moelib does not read were accepted when the model was converted.
     family = check_computes(settings, "config.json", cfg, ignored=None)
+    if family.written_as is not None:
+        raise UserError(f"model_type={family.model_type!r} is written as {family.written_as!r}.")
     if settings.get("rope_parameters"):
         known = Settings(settings, "config.json", family.defaults)
         settings |= blocks.rope_spellings(blocks.rope_parameters(known))

@@ -53,7 +53,7 @@ _MAX_LAYERS, _MAX_SIZE = 1000, 10**9
 _KINDS = {
     **_integer(1, _MAX_LAYERS).names("num_hidden_layers decoder_sparse_step"),
     **_integer(0, _MAX_LAYERS).names(
-        "first_k_dense_replace n_shared_experts? num_nextn_predict_layers"
+        "first_k_dense_replace max_window_layers n_shared_experts? num_nextn_predict_layers"
     ),
     **_integer(0, _MAX_SIZE).names("qk_nope_head_dim"),
     **_integer(1, _MAX_SIZE).names(
@@ -68,7 +68,7 @@ _KINDS = {
         lambda x: type(x) in (int, float) and 1e-30 < x < 1e30,
     ).names(
         "attention_factor? beta_fast? beta_slow? clip_qkv? factor? high_freq_factor? "
-        "low_freq_factor? rope_theta? routed_scaling_factor"
+        "low_freq_factor? partial_rotary_factor? rope_theta? routed_scaling_factor"
     ),
     **_Kind(
         "a number from 1e-12 to 0.1",
@@ -84,10 +84,10 @@ _KINDS = {
         ),
     ).names("eos_token_id?"),
     **_Kind("true or false", lambda x: type(x) is bool).names(
-        "attention_bias norm_topk_prob qkv_bias tie_word_embeddings truncate?"
+        "attention_bias norm_topk_prob qkv_bias tie_word_embeddings truncate? use_qk_norm"
     ),
     **_list_of(int, "a list of integers").names("mlp_only_layers?"),
-    **_list_of(str, "a list of texts").names("layer_types?"),
+    **_list_of(str, "a list of texts").names("layer_types? mlp_layer_types?"),
     **_Kind("an object", lambda x: isinstance(x, dict)).names("rope_parameters? rope_scaling?"),
 }
 

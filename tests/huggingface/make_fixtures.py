@@ -47,6 +47,19 @@ DEEPSEEK = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 4,
 }
+GLM = {
+    **SHAPE,
+    "head_dim": 8,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -143,6 +156,37 @@ FAMILIES = {
             "rope_parameters": YARN,
         },
     ),
+    "glm4_moe_lite": (
+        transformers.Glm4MoeLiteConfig,
+        {
+            **{name: x for name, x in DEEPSEEK.items() if name != "first_k_dense_replace"},
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "q_lora_rank": 8,
+            "mlp_layer_types": ["dense", "sparse", "dense"],
+        },
+    ),
+    "glm4_moe": (
+        transformers.Glm4MoeConfig,
+        {
+            **GLM,
+            "num_nextn_predict_layers": 0,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "solar_open": (transformers.SolarOpenConfig, {**GLM, "num_hidden_layers": 1}),
+    "dots1": (
+        transformers.Dots1Config,
+        {
+            **GLM,
+            "attention_bias": True,
+            "first_k_dense_replace": 1,
+            "sliding_window": 4,
+            "max_window_layers": 1,
+        },
+    ),
     "gpt_oss": (
         transformers.GptOssConfig,
         {
@@ -157,10 +201,11 @@ FAMILIES = {
 }
 
 
-def build(family):
+def build(family, seed=0, **changes):
     """Returns the model in float32, with random weights large enough to matter."""
     config_class, settings = FAMILIES[family]
-    torch.manual_seed(0)
+    settings = settings | changes
+    torch.manual_seed(seed)
     config = config_class(**settings, attn_implementation="eager")
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
@@ -240,9 +285,9 @@ def expected(model):
     }
     for number, of_layer in choices.of_layer.items():
         made[f"choices.{number}"] = of_layer.reshape(*ids.shape, -1).sort(-1).values
-    if "deepseek" not in model.config.model_type and choices.of_layer:
+    module = sys.modules[type(model).__module__]
+    if hasattr(module, "load_balancing_loss_func") and choices.of_layer:
         routed = model.model(**inputs, output_router_logits=True)
-        module = sys.modules[type(model).__module__]
         made["aux_loss"] = module.load_balancing_loss_func(
             routed.router_logits, model.num_experts, model.num_experts_per_tok
         )
