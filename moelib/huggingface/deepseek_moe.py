@@ -61,13 +61,18 @@ def expect_known_quantization(settings: Settings) -> None:
 def sigmoid_router(settings: Settings, names: Names = _NAMES) -> Router.Config:
     """Returns the router of DeepSeek-V3: sigmoid scores, and a bias that balances the load."""
     settings.expect(scoring_func="sigmoid", topk_method="noaux_tc")
-    router = Router.default_config().set(
-        score=Score.SIGMOID,
+    router = balanced_router(
+        Score.SIGMOID,
         renormalize=settings.take("norm_topk_prob"),
         scaling_factor=float(settings.take(names.scaling_factor)),
-        bias_balancing=BiasBalancing.default_config().set(rate=0.0),  # Trained already.
     )
     return with_groups(settings, router)
+
+
+def balanced_router(score: Score, **fields: Any) -> Router.Config:
+    """Returns a router whose selection of experts adds a bias, which was trained already."""
+    balancing = BiasBalancing.default_config().set(rate=0.0)
+    return Router.default_config().set(score=score, bias_balancing=balancing, **fields)
 
 
 def with_groups(settings: Settings, router: Router.Config) -> Router.Config:

@@ -15,6 +15,7 @@ from moelib.huggingface.family import Family
 from moelib.huggingface.glm import DOTS1, GLM4_MOE, SOLAR_OPEN
 from moelib.huggingface.gpt_oss import GPT_OSS
 from moelib.huggingface.llama import LLAMA, QWEN3
+from moelib.huggingface.minimax import MINIMAX_M2
 from moelib.huggingface.mixture import (
     MIXTRAL,
     OLMOE,
@@ -34,7 +35,7 @@ from moelib.models.causal_lm import CausalLM
 # If several families can hold a model, the first one is used.
 FAMILIES = (
     *(LLAMA, QWEN3, MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, QWEN2_MOE_UNGATED, V2, V3, GPT_OSS),
-    *(KIMI_K2, GLM4_MOE_LITE, SOLAR_OPEN, GLM4_MOE, DOTS1),
+    *(KIMI_K2, GLM4_MOE_LITE, SOLAR_OPEN, GLM4_MOE, DOTS1, MINIMAX_M2),
 )
 
 _MAX_NAMED = 5  # Differences listed in an error.

@@ -61,6 +61,7 @@ _KINDS = {
         "moe_intermediate_size n_group? n_routed_experts num_attention_heads num_experts "
         "num_experts_per_tok num_key_value_heads? num_local_experts "
         "original_max_position_embeddings? q_lora_rank? qk_rope_head_dim "
+        "rotary_dim? "
         "shared_expert_intermediate_size sliding_window? topk_group? v_head_dim vocab_size"
     ),
     **_Kind(

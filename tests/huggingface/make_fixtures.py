@@ -187,6 +187,17 @@ FAMILIES = {
             "max_window_layers": 1,
         },
     ),
+    "minimax_m2": (
+        transformers.MiniMaxM2Config,
+        {
+            **SHAPE,
+            "head_dim": 8,
+            "intermediate_size": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rotary_dim": 4,
+        },
+    ),
     "gpt_oss": (
         transformers.GptOssConfig,
         {
@@ -309,11 +320,8 @@ def gradients(model, folder):
     return load_file(pathlib.Path(folder) / "model.safetensors")
 
 
-def make(family):
-    """Writes the fixture of a family."""
-    folder = HERE / family
-    shutil.rmtree(folder, ignore_errors=True)
-    model = build(family)
+def write(model, folder):
+    """Writes a model and what it computes to a folder; returns its loss."""
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     made = expected(model)
@@ -321,8 +329,16 @@ def make(family):
         grads = gradients(model, temporary)
     made |= {f"grad.{key}": value for key, value in grads.items() if "e_score" not in key}
     save_file(made, folder / "expected.safetensors")
+    return float(made["loss"])
+
+
+def make(family):
+    """Writes the fixture of a family."""
+    folder = HERE / family
+    shutil.rmtree(folder, ignore_errors=True)
+    loss = write(build(family), folder)
     size = sum(file.stat().st_size for file in folder.iterdir())
-    print(f"{family}: {size:,} bytes, loss {float(made['loss']):.4f}")
+    print(f"{family}: {size:,} bytes, loss {loss:.4f}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,123 @@
+"""Random models of transformers, and what it makes of our exports of them.
+
+It runs in a Python that has torch and transformers:
+
+    python -m tests.huggingface.random_models make FAMILY FOLDER
+    python -m tests.huggingface.random_models read FOLDER
+
+`make` writes models of random settings to FOLDER/0, FOLDER/1, ..., each with what it computes, as
+make_fixtures.py does. `read` loads each model in FOLDER without missing or unexpected tensors,
+writes its logits of asked.safetensors to answered.safetensors, and the model again to theirs/.
+"""
+
+import pathlib
+import random
+import sys
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.huggingface.make_fixtures import YARN, build, write
+from tests.huggingface.with_transformers import load
+
+NUM_MODELS = 6
+DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+ORIGINAL = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL}
+PLAIN_YARN = {"rope_type": "yarn", "beta_fast": 4.0, "beta_slow": 1.0, **ORIGINAL}
+ROPES = [DEFAULT, {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, LLAMA3, PLAIN_YARN]
+BOTH = [False, True]
+MODEL = {
+    "num_hidden_layers": [2, 3],
+    "rms_norm_eps": [1e-5, 1e-6],
+    "rope_parameters": ROPES,
+    "tie_word_embeddings": BOTH,
+}
+GROUPED = {**MODEL, "num_key_value_heads": [1, 2, 4]}
+SHARED = {
+    "n_group": [1, 2],
+    "n_shared_experts": [1, 2],
+    "norm_topk_prob": BOTH,
+    "routed_scaling_factor": [1.0, 2.5],
+}
+LATENT = {
+    **MODEL,
+    "q_lora_rank": [None, 8],
+    "rope_parameters": [DEFAULT, LLAMA3, YARN, {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}],
+    "v_head_dim": [4, 6],
+}
+DENSE = {"first_k_dense_replace": [0, 1, 2]}
+
+
+def partial(*factors):
+    """Returns the rotary embeddings, each with a random one of these parts of a head."""
+    return [{**rope, "partial_rotary_factor": part} for rope in ROPES for part in factors]
+
+
+# Settings of each family, with the values that they are drawn from.
+CHOICES = {
+    "llama3": {**GROUPED, "attention_bias": BOTH},
+    "qwen3": {**GROUPED, "attention_bias": BOTH, "head_dim": [4, 8]},
+    "mixtral": GROUPED,
+    "olmoe": {**GROUPED, "clip_qkv": [None, 0.5], "norm_topk_prob": BOTH},
+    "qwen2_moe": {**GROUPED, "norm_topk_prob": BOTH, "mlp_only_layers": [[], [0], [1]]},
+    "qwen3_moe": {**GROUPED, "norm_topk_prob": BOTH, "mlp_only_layers": [[], [0], [1]]},
+    "deepseek_v2": {**LATENT, **DENSE, "n_shared_experts": [1, 2]},
+    "deepseek_v3": {**LATENT, **DENSE, **SHARED, "topk_group": [1]},
+    "gpt_oss": {**GROUPED, "sliding_window": [3, 5]},
+    "glm4_moe_lite": {
+        **LATENT,
+        **SHARED,
+        "mlp_layer_types": [None, ["sparse", "dense"], ["dense", "sparse"], ["sparse"] * 2],
+        "num_hidden_layers": [2],
+    },
+    "glm4_moe": {
+        **GROUPED,
+        **SHARED,
+        **DENSE,
+        "attention_bias": BOTH,
+        "rope_parameters": partial(0.25, 0.5, 1.0),
+        "use_qk_norm": BOTH,
+    },
+    "solar_open": {**GROUPED, **SHARED, "attention_bias": BOTH},
+    "dots1": {
+        **GROUPED,
+        **SHARED,
+        **DENSE,
+        "attention_bias": BOTH,
+        "max_window_layers": [0, 1, 2],
+        "sliding_window": [None, 3, 5],
+    },
+    "minimax_m2": {**GROUPED, "head_dim": [8, 16], "rotary_dim": [2, 4, 8]},
+}
+
+
+def make(family, folder):
+    """Writes the random models of a family."""
+    for number in range(NUM_MODELS):
+        draw = random.Random(f"{family} {number}")
+        settings = {name: draw.choice(values) for name, values in CHOICES[family].items()}
+        try:
+            write(build(family, number, **settings), folder / str(number))
+        except Exception as error:
+            error.add_note(f"{family} with {settings}")
+            raise
+
+
+def read(folder):
+    """Loads each model in a folder, and writes what it computes."""
+    for model_folder in sorted(folder.iterdir()):
+        model = load(model_folder)
+        ids = load_file(model_folder / "asked.safetensors")["input_ids"].long()
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits
+        save_file({"logits": logits.contiguous()}, model_folder / "answered.safetensors")
+        model.save_pretrained(model_folder / "theirs")
+
+
+if __name__ == "__main__":
+    command, *arguments = sys.argv[1:]
+    if command == "make":
+        make(arguments[0], pathlib.Path(arguments[1]))
+    else:
+        read(pathlib.Path(arguments[0]))
