@@ -3,6 +3,7 @@
 Sources: arXiv:2407.10671, arXiv:2310.06825 and https://huggingface.co/blog/smollm3.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from moelib.core.errors import UserError
@@ -23,11 +24,11 @@ def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
     return {**blocks.attention_settings(cfg), "intermediate_size": hidden_dim}
 
 
-def _optional_windows(settings: Settings, windowed: list[bool]) -> list[int | None]:
+def _optional_windows(settings: Settings, default: Callable[[int], bool]) -> list[int | None]:
     """Returns the windows of layers, which `use_sliding_window` turns off."""
     used = settings.take("use_sliding_window", False)
-    some = used and settings.take("sliding_window", None) is not None
-    windows = blocks.windows(settings, [some and x for x in windowed])
+    some = used and settings.take("sliding_window") is not None
+    windows = blocks.windows(settings, lambda n: some and default(n))
     if any(windows):
         settings.expect(use_sliding_window=True)
     return windows
@@ -40,9 +41,9 @@ def _window_settings(cfg: CausalLM.Config) -> dict[str, Any]:
 
 def _qwen2(settings: Settings) -> CausalLM.Config:
     first = settings.take("max_window_layers")
-    windowed = [n >= first for n in range(settings.take("num_hidden_layers"))]
+    windows = _optional_windows(settings, lambda n: n >= first)
     attention = blocks.attention(settings, qkv_bias=True)
-    attentions = [attention.clone(window=x) for x in _optional_windows(settings, windowed)]
+    attentions = [attention.clone(window=window) for window in windows]
     return blocks.model(settings, attentions, _feed_forward(settings))
 
 
@@ -73,7 +74,7 @@ def _smollm3(settings: Settings) -> CausalLM.Config:
         )
     settings.skip("max_window_layers")  # Unused by this family.
     attention = blocks.attention_with_bias(settings)
-    windows = _optional_windows(settings, [not rope for rope in ropes[:total]])
+    windows = _optional_windows(settings, lambda n: not ropes[n])
     attentions = [
         attention.clone(window=window, rope=attention.rope if rope else None)
         for window, rope in zip(windows, ropes[:total], strict=True)
@@ -129,6 +130,7 @@ SMOLLM3 = Family(
         "num_key_value_heads": 4,
         "rms_norm_eps": 1e-6,
         "rope_theta": 2e6,
+        "sliding_window": None,
         "tie_word_embeddings": True,
     },
 )

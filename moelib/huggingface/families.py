@@ -10,12 +10,14 @@ from typing import Any
 
 from moelib.core.errors import UserError
 from moelib.huggingface import blocks
-from moelib.huggingface.deepseek import V2, V3
+from moelib.huggingface.deepseek import GLM4_MOE_LITE, KIMI_K2, V2, V3
 from moelib.huggingface.dense import MISTRAL, QWEN2, SMOLLM3
 from moelib.huggingface.family import Family
+from moelib.huggingface.glm import DOTS1, GLM4_MOE, SOLAR_OPEN
 from moelib.huggingface.gpt_oss import GPT_OSS
 from moelib.huggingface.granite import GRANITE, GRANITEMOE, GRANITEMOESHARED
 from moelib.huggingface.llama import LLAMA, QWEN3
+from moelib.huggingface.minimax import MINIMAX_M2
 from moelib.huggingface.mixture import (
     MIXTRAL,
     OLMOE,
@@ -37,6 +39,7 @@ from moelib.models.causal_lm import CausalLM
 FAMILIES = (
     *(LLAMA, QWEN3, QWEN2, MISTRAL, SMOLLM3, OLMO2, OLMO3, GRANITE),
     *(MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, QWEN2_MOE_UNGATED, V2, V3, GPT_OSS),
+    *(KIMI_K2, GLM4_MOE_LITE, SOLAR_OPEN, GLM4_MOE, DOTS1, MINIMAX_M2),
     *(FLEX_OLMO, GRANITEMOE, GRANITEMOESHARED),
 )
 
@@ -140,6 +143,8 @@ def settings_of(cfg: CausalLM.Config) -> tuple[Family, dict[str, Any]]:
         raise NoFamilyError(f"transformers has no architecture for this model: {error}") from None
     nearest: tuple[int, str] | None = None
     for family in FAMILIES:
+        if family.written_as is not None:
+            continue
         try:
             settings = family.settings(cfg)
             found = _computed(family.model(Settings(settings, family.model_type, family.defaults)))
@@ -174,6 +179,8 @@ def published_settings(values: Mapping[str, Any], cfg: CausalLM.Config) -> tuple
     settings = {name: x for name, x in values.items() if name not in dropped}
     # Settings that moelib does not read were accepted when the model was converted.
     family = check_computes(settings, "config.json", cfg, ignored=None)
+    if family.written_as is not None:
+        raise UserError(f"model_type={family.model_type!r} is written as {family.written_as!r}.")
     parameters = settings.get("rope_parameters")
     if parameters and any(isinstance(x, dict) for x in parameters.values()):  # One for each kind.
         written = family.settings(cfg)

@@ -27,5 +27,7 @@ class Family(NamedTuple):
     zeros: Callable[[CausalLM.Config], dict[str, tuple[int, ...]]] = lambda cfg: {}
     # Function from a model config to the names of tensors that are copies, and of the originals.
     copies: Callable[[CausalLM.Config], dict[str, str]] = lambda cfg: {}
+    # `model_type` of the family that models are written as, if not this one.
+    written_as: str | None = None
     # Whether transformers requires num_attention_heads to divide hidden_size.
     heads_divide_dim: bool = False

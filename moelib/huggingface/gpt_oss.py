@@ -39,20 +39,18 @@ def _model(settings: Settings) -> CausalLM.Config:
             activation=Activation.CLAMPED_SWIGLU, bias=True
         ),
     )
-    windowed = [n % 2 == 0 for n in range(settings.take("num_hidden_layers"))]
-    attentions = [attention.clone(window=x) for x in blocks.windows(settings, windowed)]
+    windows = blocks.windows(settings, default=lambda n: n % 2 == 0)
+    attentions = [attention.clone(window=window) for window in windows]
     return blocks.model(settings, attentions, moe)
 
 
 def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    windows = blocks.window_settings(cfg)
     return {
         **blocks.attention_settings(cfg),
         **blocks.moe_settings(cfg, *_NAMES),
         **blocks.balance_settings(cfg),
         "attention_bias": True,
-        **windows,
-        "sliding_window": windows["sliding_window"] or _WINDOW,
+        **blocks.window_settings(cfg, default=_WINDOW),
         "swiglu_limit": 7.0,
     }
 

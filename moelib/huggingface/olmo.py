@@ -70,8 +70,7 @@ def _ropes(settings: Settings) -> dict[bool, RotaryEmbedding.Config]:
 
 
 def _olmo3(settings: Settings) -> CausalLM.Config:
-    windowed = [(n + 1) % 4 != 0 for n in range(settings.take("num_hidden_layers"))]
-    windows, ropes = blocks.windows(settings, windowed), _ropes(settings)
+    windows, ropes = blocks.windows(settings, lambda n: (n + 1) % 4 != 0), _ropes(settings)
     attention = _attention(settings, rope=None)
     attentions = [attention.clone(window=x, rope=ropes[x is not None].clone()) for x in windows]
     feed_forward = blocks.feed_forward(settings.take("intermediate_size"))

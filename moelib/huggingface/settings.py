@@ -63,6 +63,7 @@ _KINDS = {
         "moe_intermediate_size n_group? n_routed_experts num_attention_heads num_experts "
         "num_experts_per_tok num_key_value_heads? num_local_experts "
         "original_max_position_embeddings? q_lora_rank? qk_rope_head_dim "
+        "rotary_dim? "
         "shared_expert_intermediate_size sliding_window? topk_group? v_head_dim vocab_size"
     ),
     **_Kind(
@@ -71,7 +72,7 @@ _KINDS = {
     ).names(
         "attention_factor? attention_multiplier beta_fast? beta_slow? clip_qkv? "
         "embedding_multiplier factor? high_freq_factor? logits_scaling low_freq_factor? "
-        "residual_multiplier rope_theta? routed_scaling_factor"
+        "partial_rotary_factor? residual_multiplier rope_theta? routed_scaling_factor"
     ),
     **_Kind(
         "a number from 1e-12 to 0.1",
@@ -87,10 +88,11 @@ _KINDS = {
         ),
     ).names("eos_token_id?"),
     **_Kind("true or false", lambda x: type(x) is bool).names(
-        "attention_bias norm_topk_prob qkv_bias tie_word_embeddings truncate? use_sliding_window"
+        "attention_bias norm_topk_prob qkv_bias tie_word_embeddings truncate? use_qk_norm "
+        "use_sliding_window"
     ),
     **_list_of(int, "a list of integers").names("mlp_only_layers? no_rope_layers?"),
-    **_list_of(str, "a list of texts").names("layer_types?"),
+    **_list_of(str, "a list of texts").names("layer_types? mlp_layer_types?"),
     **_Kind("an object", lambda x: isinstance(x, dict)).names("rope_parameters? rope_scaling?"),
 }
 

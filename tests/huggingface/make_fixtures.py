@@ -55,6 +55,19 @@ GRANITE = {
     "residual_multiplier": 0.22,
     "logits_scaling": 6.0,
 }
+GLM = {
+    **SHAPE,
+    "head_dim": 8,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -230,6 +243,48 @@ FAMILIES = {
             "shared_intermediate_size": 12,
         },
     ),
+    "glm4_moe_lite": (
+        transformers.Glm4MoeLiteConfig,
+        {
+            **{name: x for name, x in DEEPSEEK.items() if name != "first_k_dense_replace"},
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "q_lora_rank": 8,
+            "mlp_layer_types": ["dense", "sparse", "dense"],
+        },
+    ),
+    "glm4_moe": (
+        transformers.Glm4MoeConfig,
+        {
+            **GLM,
+            "num_nextn_predict_layers": 0,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "solar_open": (transformers.SolarOpenConfig, {**GLM, "num_hidden_layers": 1}),
+    "dots1": (
+        transformers.Dots1Config,
+        {
+            **GLM,
+            "attention_bias": True,
+            "first_k_dense_replace": 1,
+            "sliding_window": 4,
+            "max_window_layers": 1,
+        },
+    ),
+    "minimax_m2": (
+        transformers.MiniMaxM2Config,
+        {
+            **SHAPE,
+            "head_dim": 8,
+            "intermediate_size": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rotary_dim": 4,
+        },
+    ),
     "gpt_oss": (
         transformers.GptOssConfig,
         {
@@ -244,11 +299,12 @@ FAMILIES = {
 }
 
 
-def build(family, **further):
+def build(family, seed=0, **changes):
     """Returns the model in float32, with random weights large enough to matter."""
     config_class, settings = FAMILIES[family]
-    torch.manual_seed(0)
-    config = config_class(**{**settings, **further}, attn_implementation="eager")
+    settings = settings | changes
+    torch.manual_seed(seed)
+    config = config_class(**settings, attn_implementation="eager")
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -327,10 +383,10 @@ def expected(model):
     }
     for number, of_layer in choices.of_layer.items():
         made[f"choices.{number}"] = of_layer.reshape(*ids.shape, -1).sort(-1).values
-    balance_loss = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
-    if balance_loss is not None:
+    module = sys.modules[type(model).__module__]
+    if hasattr(module, "load_balancing_loss_func") and choices.of_layer:
         routed = model.base_model(**inputs, output_router_logits=True)
-        made["aux_loss"] = balance_loss(
+        made["aux_loss"] = module.load_balancing_loss_func(
             routed.router_logits, model.num_experts, model.num_experts_per_tok
         )
     model.zero_grad()
@@ -351,13 +407,8 @@ def gradients(model, folder):
     return load_file(pathlib.Path(folder) / "model.safetensors")
 
 
-def make(family, folder, **further):
-    """Writes a model of a family with further settings, and what it computes, to a folder.
-
-    Returns the model.
-    """
-    shutil.rmtree(folder, ignore_errors=True)
-    model = build(family, **further)
+def write(model, folder):
+    """Writes a model and what it computes to a folder; returns its loss."""
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     made = expected(model)
@@ -365,11 +416,18 @@ def make(family, folder, **further):
         grads = gradients(model, temporary)
     made |= {f"grad.{key}": value for key, value in grads.items() if "e_score" not in key}
     save_file(made, folder / "expected.safetensors")
+    return float(made["loss"])
+
+
+def make(family):
+    """Writes the fixture of a family."""
+    folder = HERE / family
+    shutil.rmtree(folder, ignore_errors=True)
+    loss = write(build(family), folder)
     size = sum(file.stat().st_size for file in folder.iterdir())
-    print(f"{family}: {size:,} bytes, loss {float(made['loss']):.4f}")
-    return model
+    print(f"{family}: {size:,} bytes, loss {loss:.4f}")
 
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or FAMILIES:
-        make(name, HERE / name)
+        make(name)

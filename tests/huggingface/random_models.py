@@ -1,11 +1,13 @@
-"""Runs in a Python that has torch and transformers: random models, as make_fixtures.py makes them.
+"""Random models of transformers, and what it makes of our exports of them.
 
-    python -m tests.huggingface.random_models make OUT FAMILY COUNT
-    python -m tests.huggingface.random_models check OUT
+It runs in a Python that has torch and transformers:
 
-`make` writes COUNT models of a family, with other settings each, to OUT/0, OUT/1, ...;
-expected.safetensors also has their greedy text, `generated` [B, S + 16]. `check` loads the exports
-of these models, OUT/0/export and so on, and compares their logits with those of the models.
+    python -m tests.huggingface.random_models make FAMILY FOLDER
+    python -m tests.huggingface.random_models read FOLDER
+
+`make` writes models of random settings to FOLDER/0, FOLDER/1, ..., each with what it computes, as
+make_fixtures.py does. `read` loads each model in FOLDER without missing or unexpected tensors,
+writes its logits of asked.safetensors to answered.safetensors, and the model again to theirs/.
 """
 
 import pathlib
@@ -13,114 +15,144 @@ import random
 import sys
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.huggingface import make_fixtures
+from tests.huggingface.make_fixtures import YARN, build, write
+from tests.huggingface.with_transformers import load
 
-LINEAR = {"rope_type": "linear", "rope_theta": 3000.0, "factor": 3.0}
-LLAMA3 = make_fixtures.FAMILIES["llama3"][1]["rope_parameters"]
-YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0}
-YARN |= {"original_max_position_embeddings": 16, "attention_factor": 1.2}
-DEFAULT = {"rope_type": "default", "rope_theta": 700.0}
-EVERY = {  # Settings of all families, and their values.
-    "num_hidden_layers": [1, 2, 3, 5],
-    "num_key_value_heads": [1, 2, 4],
-    "tie_word_embeddings": [True, False],
-    "rope_parameters": [DEFAULT, LINEAR, LLAMA3, YARN],
+NUM_MODELS = 6
+DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+ORIGINAL = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL}
+PLAIN_YARN = {"rope_type": "yarn", "beta_fast": 4.0, "beta_slow": 1.0, **ORIGINAL}
+ROPES = [DEFAULT, {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, LLAMA3, PLAIN_YARN]
+BOTH = [False, True]
+MODEL = {
+    "num_hidden_layers": [2, 3],
+    "rms_norm_eps": [1e-5, 1e-6],
+    "rope_parameters": ROPES,
+    "tie_word_embeddings": BOTH,
 }
-BIAS = {"attention_bias": [True, False]}
-EXPERTS = {"num_experts": [4, 8], "num_experts_per_tok": [1, 2, 4]}
-LOCAL_EXPERTS = {"num_local_experts": [4, 8], "num_experts_per_tok": [1, 2, 4]}
+GROUPED = {**MODEL, "num_key_value_heads": [1, 2, 4]}
+SHARED = {
+    "n_group": [1, 2],
+    "n_shared_experts": [1, 2],
+    "norm_topk_prob": BOTH,
+    "routed_scaling_factor": [1.0, 2.5],
+}
+LATENT = {
+    **MODEL,
+    "q_lora_rank": [None, 8],
+    "rope_parameters": [DEFAULT, LLAMA3, YARN, {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}],
+    "v_head_dim": [4, 6],
+}
+WINDOW, FULL = "sliding_attention", "full_attention"
+WINDOWED = {"use_sliding_window": BOTH, "sliding_window": [3, 5]}
 FACTORS = {
-    "embedding_multiplier": [1.0, 3.0, 12],
+    "attention_bias": BOTH,
     "attention_multiplier": [0.5, 0.25, 0.1],
-    "residual_multiplier": [1.0, 0.3],
+    "embedding_multiplier": [1.0, 3.0, 12],
     "logits_scaling": [1.0, 7.0, 8],
+    "residual_multiplier": [1.0, 0.3],
 }
-WINDOWED = {"use_sliding_window": [True, True, False], "sliding_window": [3, 5]}
+DENSE = {"first_k_dense_replace": [0, 1, 2]}
 
 
-def mixed(a, b):
-    """Returns a function from the number of layers to a list of two values, alternately."""
-    return lambda total: [(a, b)[n % 2] for n in range(total)]
+def partial(*factors):
+    """Returns the rotary embeddings, each with a random one of these parts of a head."""
+    return [{**rope, "partial_rotary_factor": part} for rope in ROPES for part in factors]
 
 
-# Further settings of each family.
-FURTHER = {
-    "qwen2": {**WINDOWED, "max_window_layers": [0, 1, 2], "head_dim": [6]},
-    "mistral": {"sliding_window": [3, None], "head_dim": [4, 6, None]},
+# Settings of each family, with the values that they are drawn from.
+CHOICES = {
+    "llama3": {**GROUPED, "attention_bias": BOTH},
+    "qwen3": {**GROUPED, "attention_bias": BOTH, "head_dim": [4, 8]},
+    "mixtral": GROUPED,
+    "olmoe": {**GROUPED, "clip_qkv": [None, 0.5], "norm_topk_prob": BOTH},
+    "qwen2_moe": {**GROUPED, "norm_topk_prob": BOTH, "mlp_only_layers": [[], [0], [1]]},
+    "qwen3_moe": {**GROUPED, "norm_topk_prob": BOTH, "mlp_only_layers": [[], [0], [1]]},
+    "deepseek_v2": {**LATENT, **DENSE, "n_shared_experts": [1, 2]},
+    "deepseek_v3": {**LATENT, **DENSE, **SHARED, "topk_group": [1]},
+    "gpt_oss": {**GROUPED, "sliding_window": [3, 5]},
+    "glm4_moe_lite": {
+        **LATENT,
+        **SHARED,
+        "mlp_layer_types": [None, ["sparse", "dense"], ["dense", "sparse"], ["sparse"] * 2],
+        "num_hidden_layers": [2],
+    },
+    "glm4_moe": {
+        **GROUPED,
+        **SHARED,
+        **DENSE,
+        "attention_bias": BOTH,
+        "rope_parameters": partial(0.25, 0.5, 1.0),
+        "use_qk_norm": BOTH,
+    },
+    "solar_open": {**GROUPED, **SHARED, "attention_bias": BOTH},
+    "dots1": {
+        **GROUPED,
+        **SHARED,
+        **DENSE,
+        "attention_bias": BOTH,
+        "max_window_layers": [0, 1, 2],
+        "sliding_window": [None, 3, 5],
+    },
+    "minimax_m2": {**GROUPED, "head_dim": [8, 16], "rotary_dim": [2, 4, 8]},
+    "qwen2": {**GROUPED, **WINDOWED, "max_window_layers": [0, 1, 2], "head_dim": [4, 6]},
+    "mistral": {**GROUPED, "sliding_window": [3, None], "head_dim": [4, 6]},
     "smollm3": {
+        **GROUPED,
         **WINDOWED,
+        "no_rope_layers": [[0, 1, 1], [1, 0, 1], [0, 0, 1], None],
         "no_rope_layer_interval": [2, 3],
-        "no_rope_layers": [None, mixed(0, 1), mixed(1, 0)],
     },
-    "olmo2": {**BIAS, "head_dim": [4, 6]},
+    "olmo2": {**GROUPED, "attention_bias": BOTH, "head_dim": [4, 6]},
     "olmo3": {
-        **BIAS,
+        **GROUPED,
+        "attention_bias": BOTH,
+        "num_hidden_layers": [3],
+        "layer_types": [None, [FULL, WINDOW, FULL], [WINDOW, WINDOW, FULL], [FULL] * 3],
+        "rope_parameters": [{FULL: x, WINDOW: y} for x in ROPES for y in (DEFAULT, LLAMA3)],
         "sliding_window": [3, 5],
-        "layer_types": [
-            None,
-            mixed("full_attention", "sliding_attention"),
-            mixed("full_attention", "full_attention"),
-        ],
-        "rope_parameters": [
-            {"full_attention": full, "sliding_attention": sliding}
-            for full in (DEFAULT, LINEAR, YARN)
-            for sliding in (DEFAULT, LLAMA3)
-        ],
     },
-    "flex_olmo": {**BIAS, **EXPERTS, "norm_topk_prob": [True, False]},
-    "granite": {**BIAS, **FACTORS},
-    "granitemoe": {**BIAS, **FACTORS, **LOCAL_EXPERTS},
-    "granitemoeshared": {**BIAS, **FACTORS, **LOCAL_EXPERTS, "shared_intermediate_size": [0, 12]},
+    "flex_olmo": {
+        **GROUPED,
+        "attention_bias": BOTH,
+        "norm_topk_prob": BOTH,
+        "num_experts": [4, 8],
+    },
+    "granite": {**GROUPED, **FACTORS},
+    "granitemoe": {**GROUPED, **FACTORS, "num_local_experts": [4, 8]},
+    "granitemoeshared": {**GROUPED, **FACTORS, "shared_intermediate_size": [0, 12]},
 }
 
 
-def drawn(family, number):
-    """Returns the settings of one model."""
-    draw = random.Random(f"{family} {number}").choice
-    found = {name: draw(values) for name, values in {**EVERY, **FURTHER[family]}.items()}
-    total = found["num_hidden_layers"]
-    return {name: x(total) if callable(x) else x for name, x in found.items()}
+def make(family, folder):
+    """Writes the random models of a family."""
+    for number in range(NUM_MODELS):
+        draw = random.Random(f"{family} {number}")
+        settings = {name: draw.choice(values) for name, values in CHOICES[family].items()}
+        try:
+            write(build(family, number, **settings), folder / str(number))
+        except Exception as error:
+            error.add_note(f"{family} with {settings}")
+            raise
 
 
-def generated(model, ids):
-    """Returns the ids and 16 more, greedily."""
-    mask = torch.ones_like(ids)
-    options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    return model.generate(ids, attention_mask=mask, max_new_tokens=16, **options)
-
-
-def make(out, family, count):
-    """Writes the models of a family."""
-    for number in range(count):
-        settings, folder = drawn(family, number), out / str(number)
-        print(settings)
-        model = make_fixtures.make(family, folder, **settings).eval()
-        expected = load_file(folder / "expected.safetensors")
-        expected["generated"] = generated(model, expected["input_ids"]).contiguous()
-        save_file(expected, folder / "expected.safetensors")
-
-
-def check(out):
-    """Checks that transformers computes the same with our exports, and writes what it loaded."""
-    for exported in sorted(out.glob("*/export*")):
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            exported, output_loading_info=True, dtype=torch.float32, attn_implementation="eager"
-        )
-        wrong = {name: keys for name, keys in info.items() if keys}
-        assert not wrong, wrong  # Else transformers warns, and draws what is missing.
-        expected = load_file(exported.parent / "expected.safetensors")
+def read(folder):
+    """Loads each model in a folder, and writes what it computes."""
+    for model_folder in sorted(folder.iterdir()):
+        model = load(model_folder)
+        ids = load_file(model_folder / "asked.safetensors")["input_ids"].long()
         with torch.no_grad():
-            logits = model(input_ids=expected["input_ids"][:1], use_cache=False).logits
-        torch.testing.assert_close(logits, expected["logits"][:1], rtol=0, atol=2e-5)
-        model.save_pretrained(exported / "theirs")
+            logits = model(input_ids=ids, use_cache=False).logits
+        save_file({"logits": logits.contiguous()}, model_folder / "answered.safetensors")
+        model.save_pretrained(model_folder / "theirs")
 
 
 if __name__ == "__main__":
-    what, place, *more = sys.argv[1:]
-    if what == "make":
-        make(pathlib.Path(place), more[0], int(more[1]))
+    command, *arguments = sys.argv[1:]
+    if command == "make":
+        make(arguments[0], pathlib.Path(arguments[1]))
     else:
-        check(pathlib.Path(place))
+        read(pathlib.Path(arguments[0]))
