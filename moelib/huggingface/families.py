@@ -16,6 +16,7 @@ from moelib.huggingface.family import Family
 from moelib.huggingface.glm import DOTS1, GLM4_MOE, SOLAR_OPEN
 from moelib.huggingface.gpt_oss import GPT_OSS
 from moelib.huggingface.granite import GRANITE, GRANITEMOE, GRANITEMOESHARED
+from moelib.huggingface.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
 from moelib.huggingface.llama import LLAMA, QWEN3
 from moelib.huggingface.minimax import MINIMAX_M2
 from moelib.huggingface.mixture import (
@@ -37,10 +38,10 @@ from moelib.models.causal_lm import CausalLM
 
 # If several families can hold a model, the first one is used.
 FAMILIES = (
-    *(LLAMA, QWEN3, QWEN2, MISTRAL, SMOLLM3, OLMO2, OLMO3, GRANITE),
+    *(LLAMA, QWEN3, QWEN2, MISTRAL, SMOLLM3, OLMO2, OLMO3, GRANITE, HUNYUAN_DENSE),
     *(MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, QWEN2_MOE_UNGATED, V2, V3, GPT_OSS),
     *(KIMI_K2, GLM4_MOE_LITE, SOLAR_OPEN, GLM4_MOE, DOTS1, MINIMAX_M2),
-    *(FLEX_OLMO, GRANITEMOE, GRANITEMOESHARED),
+    *(FLEX_OLMO, GRANITEMOE, GRANITEMOESHARED, HUNYUAN_MOE),
 )
 
 _MAX_NAMED = 5  # Differences listed in an error.

@@ -70,7 +70,7 @@ _KINDS = {
         "a number above 0, from 1e-30 to 1e30",
         lambda x: type(x) in (int, float) and 1e-30 < x < 1e30,
     ).names(
-        "attention_factor? attention_multiplier beta_fast? beta_slow? clip_qkv? "
+        "alpha? attention_factor? attention_multiplier beta_fast? beta_slow? clip_qkv? "
         "embedding_multiplier factor? high_freq_factor? logits_scaling low_freq_factor? "
         "partial_rotary_factor? residual_multiplier rope_theta? routed_scaling_factor"
     ),
@@ -87,6 +87,12 @@ _KINDS = {
             type(each) is int and each >= 0 for each in (x if isinstance(x, list) else [x])
         ),
     ).names("eos_token_id?"),
+    **_Kind(
+        "an integer from 1 or a list of them",
+        lambda x: all(
+            type(each) is int and each >= 1 for each in (x if isinstance(x, list) else [x])
+        ),
+    ).names("moe_topk"),
     **_Kind("true or false", lambda x: type(x) is bool).names(
         "attention_bias norm_topk_prob qkv_bias tie_word_embeddings truncate? use_qk_norm "
         "use_sliding_window"

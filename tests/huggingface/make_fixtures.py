@@ -243,6 +243,32 @@ FAMILIES = {
             "shared_intermediate_size": 12,
         },
     ),
+    "hunyuan_v1_dense": (
+        transformers.HunYuanDenseV1Config,
+        {
+            **SHAPE,
+            "intermediate_size": 24,
+            "head_dim": 6,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 100.0,
+                "factor": 1.0,
+                "alpha": 50.0,
+            },
+            "pad_token_id": None,
+        },
+    ),
+    "hunyuan_v1_moe": (
+        transformers.HunYuanMoEV1Config,
+        {
+            **SHAPE,
+            "intermediate_size": 8,
+            "head_dim": 8,
+            "num_experts": 8,
+            "moe_topk": [2, 3],
+            "pad_token_id": None,
+        },
+    ),
     "glm4_moe_lite": (
         transformers.Glm4MoeLiteConfig,
         {

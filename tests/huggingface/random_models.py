@@ -55,6 +55,9 @@ FACTORS = {
     "logits_scaling": [1.0, 7.0, 8],
     "residual_multiplier": [1.0, 0.3],
 }
+STRETCHED = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 1.0, "alpha": 50.0}
+HUNYUAN = {**GROUPED, "attention_bias": BOTH, "head_dim": [4, 6]}
+HUNYUAN |= {"rope_parameters": [DEFAULT, STRETCHED, {**STRETCHED, "alpha": 1000.0}]}
 DENSE = {"first_k_dense_replace": [0, 1, 2]}
 
 
@@ -121,6 +124,8 @@ CHOICES = {
         "norm_topk_prob": BOTH,
         "num_experts": [4, 8],
     },
+    "hunyuan_v1_dense": {**HUNYUAN},
+    "hunyuan_v1_moe": {**HUNYUAN, "moe_topk": [1, 2], "num_hidden_layers": [2]},
     "granite": {**GROUPED, **FACTORS},
     "granitemoe": {**GROUPED, **FACTORS, "num_local_experts": [4, 8]},
     "granitemoeshared": {**GROUPED, **FACTORS, "shared_intermediate_size": [0, 12]},

@@ -200,6 +200,8 @@ def test_tensors_and_settings_come_back_as_they_were(family):
     theirs = json.loads((FIXTURES / family / "config.json").read_text())
     if not theirs.get("mlp_only_layers", [0]):  # It is of no layer.
         theirs.pop("intermediate_size")
+    if theirs["rope_parameters"].get("alpha"):  # Of which only the stretched base is written.
+        theirs.pop("rope_parameters")
     for name in settings.keys() & theirs.keys():
         ours = settings[name]
         if name == "rope_parameters":  # What is not written has its default.
