@@ -10,6 +10,7 @@ from typing import Any
 
 from moelib.core.errors import UserError
 from moelib.huggingface import blocks
+from moelib.huggingface.dbrx import DBRX
 from moelib.huggingface.deepseek import GLM4_MOE_LITE, KIMI_K2, V2, V3
 from moelib.huggingface.dense import MISTRAL, QWEN2, SMOLLM3
 from moelib.huggingface.family import Family
@@ -41,7 +42,7 @@ FAMILIES = (
     *(LLAMA, QWEN3, QWEN2, MISTRAL, SMOLLM3, OLMO2, OLMO3, GRANITE, HUNYUAN_DENSE),
     *(MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, QWEN2_MOE_UNGATED, V2, V3, GPT_OSS),
     *(KIMI_K2, GLM4_MOE_LITE, SOLAR_OPEN, GLM4_MOE, DOTS1, MINIMAX_M2),
-    *(FLEX_OLMO, GRANITEMOE, GRANITEMOESHARED, HUNYUAN_MOE),
+    *(FLEX_OLMO, GRANITEMOE, GRANITEMOESHARED, HUNYUAN_MOE, DBRX),
 )
 
 _MAX_NAMED = 5  # Differences listed in an error.
@@ -151,11 +152,10 @@ def settings_of(cfg: CausalLM.Config) -> tuple[Family, dict[str, Any]]:
             found = _computed(family.model(Settings(settings, family.model_type, family.defaults)))
         except (AttributeError, KeyError, StopIteration, TypeError, ValueError):
             continue  # The family has no such layer.
-        heads = settings["num_attention_heads"]
         if found != wanted:
             differences = _differences(wanted, found, "model", family.model_type)
             count, reason = len(differences), f"differs: {'; '.join(differences[:_MAX_NAMED])}"
-        elif family.heads_divide_dim and cfg.dim % heads:
+        elif family.heads_divide_dim and cfg.dim % (heads := settings["num_attention_heads"]):
             count, reason = 0, f"requires num_heads={heads} to divide dim={cfg.dim}"
         else:
             return family, settings
@@ -196,7 +196,7 @@ def published_settings(values: Mapping[str, Any], cfg: CausalLM.Config) -> tuple
 
 def tensor_mappings(family: Family, model: CausalLM) -> list[TensorMapping]:
     """Returns the mapping of each tensor of the family to the parameters of a model."""
-    return expand(model, blocks.IN_MODEL, family.in_layer(model.config))
+    return expand(model, family.in_model, family.in_layer(model.config), family.layers)
 
 
 def _differences(a: dict[str, Any], b: dict[str, Any], of_a: str, of_b: str) -> list[str]:

@@ -99,7 +99,9 @@ _KINDS = {
     ),
     **_list_of(int, "a list of integers").names("mlp_only_layers? no_rope_layers?"),
     **_list_of(str, "a list of texts").names("layer_types? mlp_layer_types?"),
-    **_Kind("an object", lambda x: isinstance(x, dict)).names("rope_parameters? rope_scaling?"),
+    **_Kind("an object", lambda x: isinstance(x, dict)).names(
+        "attn_config? ffn_config? rope_parameters? rope_scaling?"
+    ),
 }
 
 
@@ -125,14 +127,15 @@ class Settings:
         Absent settings have their defaults. The user declares that `ignored` ones change nothing:
         they are as if absent. None ignores those that are never read.
         """
-        absent = set(ignored or ())
+        self._ignored = None if ignored is None else set(ignored)
+        absent = self._ignored or set()
         self.values = {name: x for name, x in values.items() if name not in absent}
         self.source, self._defaults = source, defaults or {}
-        self._unread = set() if ignored is None else set(self.values) - _NEUTRAL
+        self._unread = set() if self._ignored is None else set(self.values) - _NEUTRAL
 
     def inner(self, values: Mapping[str, Any]) -> "Settings":
-        """Returns other settings of the same file, with the same defaults."""
-        return Settings(values, self.source, self._defaults)
+        """Returns other settings of the same file, with the same defaults and ignored names."""
+        return Settings(values, self.source, self._defaults, self._ignored)
 
     def take(self, name: str, default: Any = _REQUIRED) -> Any:
         """Returns a setting.

@@ -269,6 +269,20 @@ FAMILIES = {
             "pad_token_id": None,
         },
     ),
+    "dbrx": (
+        transformers.DbrxConfig,
+        {
+            "d_model": 16,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": 64,
+            "vocab_size": 40,
+            # transformers reads the base from rope_parameters alone, and requires the other.
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 500.0},
+            "ffn_config": {"ffn_hidden_size": 8, "moe_num_experts": 8, "moe_top_k": 2},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
     "glm4_moe_lite": (
         transformers.Glm4MoeLiteConfig,
         {
@@ -336,7 +350,7 @@ def build(family, seed=0, **changes):
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "inv_freq" in name:
                 continue
-            if "norm" in name:
+            if "norm" in name and tensor.ndim == 1:  # DBRX has attention in a "norm_attn_norm".
                 tensor.uniform_(0.5, 1.5)
             elif "bias" in name or "sinks" in name:
                 tensor.uniform_(-0.5, 0.5)
@@ -360,7 +374,8 @@ class Choices:
 
     def __init__(self, model):
         self.of_layer = {}
-        for number, layer in enumerate(model.base_model.layers):
+        base = model.base_model
+        for number, layer in enumerate(base.blocks if hasattr(base, "blocks") else base.layers):
             for name, module in layer.named_modules():
                 if name.rpartition(".")[2] == "experts":
                     module.register_forward_pre_hook(self._hook(number), with_kwargs=True)

@@ -126,6 +126,25 @@ CHOICES = {
     },
     "hunyuan_v1_dense": {**HUNYUAN},
     "hunyuan_v1_moe": {**HUNYUAN, "moe_topk": [1, 2], "num_hidden_layers": [2]},
+    "dbrx": {
+        "n_layers": [1, 2, 3],
+        "attn_config": [
+            {"kv_n_heads": n, "clip_qkv": clip, "rope_theta": 1e4}
+            for n in (1, 2, 4)
+            for clip in (None, 0.5, 8)
+        ],
+        "ffn_config": [
+            {
+                "ffn_hidden_size": 8,
+                "moe_num_experts": 4,
+                "moe_top_k": k,
+                "moe_normalize_expert_weights": power,
+            }
+            for k in (1, 2, 3)
+            for power in (None, 1.0)
+        ],
+        "rope_parameters": ROPES,
+    },
     "granite": {**GROUPED, **FACTORS},
     "granitemoe": {**GROUPED, **FACTORS, "num_local_experts": [4, 8]},
     "granitemoeshared": {**GROUPED, **FACTORS, "shared_intermediate_size": [0, 12]},
