@@ -49,11 +49,14 @@ class TensorMapping(NamedTuple):
     part: Part  # The entry of the table.
 
 
-def expand(model: Any, in_model: Table, in_layer: Table) -> list[TensorMapping]:
+def expand(
+    model: Any, in_model: Table, in_layer: Table, layers_name: str = "model.layers"
+) -> list[TensorMapping]:
     """Returns the mapping of every tensor of a `CausalLM` whose decoder is a `BaseStack`.
 
-    The tables have the parameters outside the layers, and those of one layer. The modules of
-    multi-token prediction are numbered as layers after the last one.
+    The tables have the parameters outside the layers, and those of one layer, which the checkpoint
+    names `layers_name` and the layer's number. The modules of multi-token prediction are numbered
+    as layers after the last one.
 
     Raises:
         ValueError: If a trainable parameter is in neither table.
@@ -72,7 +75,8 @@ def expand(model: Any, in_model: Table, in_layer: Table) -> list[TensorMapping]:
         else:
             parts, numbers = in_model.get(path), [None]
         if parts is not None:
-            mappings += _expand_parameter(path, spec, parts, numbers)
+            prefixes = ["" if n is None else f"{layers_name}.{n}." for n in numbers]
+            mappings += _expand_parameter(path, spec, parts, prefixes)
         elif spec.trainable:
             unknown.append(path)
     if unknown:
@@ -87,12 +91,11 @@ def layer_numbers(decoder: BaseStack) -> Iterator[tuple[str, list[int]]]:
 
 
 def _expand_parameter(
-    path: str, spec: ParameterSpec, parts: Sequence[Part], numbers: Sequence[int | None]
+    path: str, spec: ParameterSpec, parts: Sequence[Part], prefixes: Sequence[str]
 ) -> Iterator[TensorMapping]:
     stacked = "/repeated" in path
-    for i, number in enumerate(numbers):
+    for i, prefix in enumerate(prefixes):
         lead: Index = (i,) if stacked else ()
-        prefix = "" if number is None else f"model.layers.{number}."
         for part in parts:
             experts = range(spec.shape[len(lead)]) if "{e}" in part.tensor else [0]
             for e in experts:

@@ -47,6 +47,27 @@ DEEPSEEK = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 4,
 }
+GRANITE = {
+    **SHAPE,
+    "tie_word_embeddings": True,
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 6.0,
+}
+GLM = {
+    **SHAPE,
+    "head_dim": 8,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -143,6 +164,167 @@ FAMILIES = {
             "rope_parameters": YARN,
         },
     ),
+    "qwen2": (
+        transformers.Qwen2Config,
+        {
+            **SHAPE,
+            "num_hidden_layers": 3,
+            "intermediate_size": 24,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 2,
+        },
+    ),
+    "mistral": (
+        transformers.MistralConfig,
+        {**SHAPE, "intermediate_size": 24, "head_dim": 8, "sliding_window": 5},
+    ),
+    "smollm3": (
+        transformers.SmolLM3Config,
+        {
+            **SHAPE,
+            "num_hidden_layers": 4,
+            "intermediate_size": 24,
+            "no_rope_layer_interval": 2,
+            "pad_token_id": None,
+        },
+    ),
+    "olmo2": (
+        transformers.Olmo2Config,
+        {**SHAPE, "intermediate_size": 24, "pad_token_id": None, "eos_token_id": None},
+    ),
+    "olmo3": (
+        transformers.Olmo3Config,
+        {
+            **SHAPE,
+            "num_hidden_layers": 4,
+            "intermediate_size": 24,
+            "sliding_window": 5,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 500.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "truncate": True,
+                    "attention_factor": 1.2,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+            "pad_token_id": None,
+            "eos_token_id": None,
+        },
+    ),
+    "flex_olmo": (
+        transformers.FlexOlmoConfig,
+        {
+            **SHAPE,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 8,
+            "pad_token_id": None,
+            "eos_token_id": None,
+        },
+    ),
+    "granite": (transformers.GraniteConfig, {**GRANITE, "intermediate_size": 24}),
+    "granitemoe": (
+        transformers.GraniteMoeConfig,
+        {**GRANITE, "intermediate_size": 8, "num_local_experts": 8, "num_experts_per_tok": 3},
+    ),
+    "granitemoeshared": (
+        transformers.GraniteMoeSharedConfig,
+        {
+            **GRANITE,
+            "intermediate_size": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 12,
+        },
+    ),
+    "hunyuan_v1_dense": (
+        transformers.HunYuanDenseV1Config,
+        {
+            **SHAPE,
+            "intermediate_size": 24,
+            "head_dim": 6,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 100.0,
+                "factor": 1.0,
+                "alpha": 50.0,
+            },
+            "pad_token_id": None,
+        },
+    ),
+    "hunyuan_v1_moe": (
+        transformers.HunYuanMoEV1Config,
+        {
+            **SHAPE,
+            "intermediate_size": 8,
+            "head_dim": 8,
+            "num_experts": 8,
+            "moe_topk": [2, 3],
+            "pad_token_id": None,
+        },
+    ),
+    "dbrx": (
+        transformers.DbrxConfig,
+        {
+            "d_model": 16,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": 64,
+            "vocab_size": 40,
+            # transformers reads the base from rope_parameters alone, and requires the other.
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 500.0},
+            "ffn_config": {"ffn_hidden_size": 8, "moe_num_experts": 8, "moe_top_k": 2},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "glm4_moe_lite": (
+        transformers.Glm4MoeLiteConfig,
+        {
+            **{name: x for name, x in DEEPSEEK.items() if name != "first_k_dense_replace"},
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "q_lora_rank": 8,
+            "mlp_layer_types": ["dense", "sparse", "dense"],
+        },
+    ),
+    "glm4_moe": (
+        transformers.Glm4MoeConfig,
+        {
+            **GLM,
+            "num_nextn_predict_layers": 0,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "solar_open": (transformers.SolarOpenConfig, {**GLM, "num_hidden_layers": 1}),
+    "dots1": (
+        transformers.Dots1Config,
+        {
+            **GLM,
+            "attention_bias": True,
+            "first_k_dense_replace": 1,
+            "sliding_window": 4,
+            "max_window_layers": 1,
+        },
+    ),
+    "minimax_m2": (
+        transformers.MiniMaxM2Config,
+        {
+            **SHAPE,
+            "head_dim": 8,
+            "intermediate_size": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rotary_dim": 4,
+        },
+    ),
     "gpt_oss": (
         transformers.GptOssConfig,
         {
@@ -157,17 +339,18 @@ FAMILIES = {
 }
 
 
-def build(family):
+def build(family, seed=0, **changes):
     """Returns the model in float32, with random weights large enough to matter."""
     config_class, settings = FAMILIES[family]
-    torch.manual_seed(0)
+    settings = settings | changes
+    torch.manual_seed(seed)
     config = config_class(**settings, attn_implementation="eager")
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "inv_freq" in name:
                 continue
-            if "norm" in name:
+            if "norm" in name and tensor.ndim == 1:  # DBRX has attention in a "norm_attn_norm".
                 tensor.uniform_(0.5, 1.5)
             elif "bias" in name or "sinks" in name:
                 tensor.uniform_(-0.5, 0.5)
@@ -191,10 +374,11 @@ class Choices:
 
     def __init__(self, model):
         self.of_layer = {}
-        for number, layer in enumerate(model.model.layers):
-            experts = getattr(layer.mlp, "experts", None)
-            if experts is not None:
-                experts.register_forward_pre_hook(self._hook(number), with_kwargs=True)
+        base = model.base_model
+        for number, layer in enumerate(base.blocks if hasattr(base, "blocks") else base.layers):
+            for name, module in layer.named_modules():
+                if name.rpartition(".")[2] == "experts":
+                    module.register_forward_pre_hook(self._hook(number), with_kwargs=True)
 
     def _hook(self, number):
         def hook(module, args, kwargs):
@@ -240,9 +424,9 @@ def expected(model):
     }
     for number, of_layer in choices.of_layer.items():
         made[f"choices.{number}"] = of_layer.reshape(*ids.shape, -1).sort(-1).values
-    if "deepseek" not in model.config.model_type and choices.of_layer:
-        routed = model.model(**inputs, output_router_logits=True)
-        module = sys.modules[type(model).__module__]
+    module = sys.modules[type(model).__module__]
+    if hasattr(module, "load_balancing_loss_func") and choices.of_layer:
+        routed = model.base_model(**inputs, output_router_logits=True)
         made["aux_loss"] = module.load_balancing_loss_func(
             routed.router_logits, model.num_experts, model.num_experts_per_tok
         )
@@ -264,11 +448,8 @@ def gradients(model, folder):
     return load_file(pathlib.Path(folder) / "model.safetensors")
 
 
-def make(family):
-    """Writes the fixture of a family."""
-    folder = HERE / family
-    shutil.rmtree(folder, ignore_errors=True)
-    model = build(family)
+def write(model, folder):
+    """Writes a model and what it computes to a folder; returns its loss."""
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     made = expected(model)
@@ -276,8 +457,16 @@ def make(family):
         grads = gradients(model, temporary)
     made |= {f"grad.{key}": value for key, value in grads.items() if "e_score" not in key}
     save_file(made, folder / "expected.safetensors")
+    return float(made["loss"])
+
+
+def make(family):
+    """Writes the fixture of a family."""
+    folder = HERE / family
+    shutil.rmtree(folder, ignore_errors=True)
+    loss = write(build(family), folder)
     size = sum(file.stat().st_size for file in folder.iterdir())
-    print(f"{family}: {size:,} bytes, loss {float(made['loss']):.4f}")
+    print(f"{family}: {size:,} bytes, loss {loss:.4f}")
 
 
 if __name__ == "__main__":

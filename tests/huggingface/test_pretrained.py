@@ -322,7 +322,7 @@ def test_what_one_process_cannot_read_is_an_error_of_all(name, monkeypatch):
     ("family", "settings", "message"),
     [
         ("llama3", {"model_type": "lama"}, r"model_type='lama'; .*llama"),
-        ("llama3", {"model_type": "glm4_moe"}, r"='glm4_moe'; moelib supports"),
+        ("llama3", {"model_type": "jamba"}, r"='jamba'; moelib supports"),
         ("llama3", {"model_type": ...}, r"model_type=None; .*deepseek_v3"),
         ("llama3", {"intermediate_size": ...}, r"config\.json: intermediate_size"),
         ("llama3", {"hidden_act": "gelu"}, r"hidden_act='gelu'; .*'silu'"),
