@@ -269,8 +269,9 @@ def attention_with_bias(settings: Settings, **fields: Any) -> GroupedQueryAttent
 def attention_settings(cfg: CausalLM.Config, *, partial_rotary: bool = False) -> dict[str, Any]:
     """Returns the settings that `model` and `attention` read."""
     layers = [layer.self_attention for layer in layers_of(cfg.decoder)]
-    # Layers without positions have none.
-    attention = next((layer for layer in layers if layer.rope is not None), layers[0])
+    # Layers without positions have none, and layers with a state no such field.
+    rotated = (layer for layer in layers if getattr(layer, "rope", None) is not None)
+    attention = next(rotated, layers[0])
     attention = expect(attention, GroupedQueryAttention.Config)
     head_dim = attention.head_dim or cfg.dim // attention.num_heads
     rope = attention.rope or RotaryEmbedding.default_config()

@@ -28,9 +28,11 @@ from moelib.huggingface.mixture import (
     QWEN3_MOE,
 )
 from moelib.huggingface.olmo import FLEX_OLMO, OLMO2, OLMO3
+from moelib.huggingface.qwen_next import QWEN3_5_MOE, QWEN3_NEXT
 from moelib.huggingface.settings import Settings
 from moelib.huggingface.tensor_mapping import TensorMapping, expand
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
+from moelib.layers.mixers.delta_net import DeltaNet
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.router import GroupScore, Router, Score
 from moelib.layers.quantization import Quantization
@@ -43,6 +45,7 @@ FAMILIES = (
     *(MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, QWEN2_MOE_UNGATED, V2, V3, GPT_OSS),
     *(KIMI_K2, GLM4_MOE_LITE, SOLAR_OPEN, GLM4_MOE, DOTS1, MINIMAX_M2),
     *(FLEX_OLMO, GRANITEMOE, GRANITEMOESHARED, HUNYUAN_MOE, DBRX),
+    *(QWEN3_NEXT, QWEN3_5_MOE),
 )
 
 _MAX_NAMED = 5  # Differences listed in an error.
@@ -224,6 +227,8 @@ def _computed(cfg: CausalLM.Config) -> dict[str, Any]:
         if isinstance(attention, GroupedQueryAttention.Config):
             attention.num_kv_heads = attention.num_kv_heads or attention.num_heads
             attention.head_dim = attention.head_dim or cfg.dim // attention.num_heads
+        if isinstance(attention, DeltaNet.Config):
+            attention.num_key_heads = attention.num_key_heads or attention.num_value_heads
         if isinstance(layer.feed_forward, MoELayer.Config):
             router = layer.feed_forward.router
             if (

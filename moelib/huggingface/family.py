@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from moelib.huggingface import blocks
 from moelib.huggingface.settings import Settings
-from moelib.huggingface.tensor_mapping import Table
+from moelib.huggingface.tensor_mapping import LayerTable, Table
 from moelib.models.causal_lm import CausalLM
 
 
@@ -18,8 +18,9 @@ class Family(NamedTuple):
     model: Callable[[Settings], CausalLM.Config]
     # Function from a model config to settings, from which `model` gives it again.
     settings: Callable[[CausalLM.Config], dict[str, Any]]
-    # Function from a model config to the tensors of a layer; a layer need not have all.
-    in_layer: Callable[[CausalLM.Config], Table]
+    # Function from a model config to the tensors of a layer, of which a layer need not have all; or
+    # to a function from a layer's config to its tensors.
+    in_layer: Callable[[CausalLM.Config], Table | LayerTable]
     # Tensors outside the layers, and the name of the list of layers.
     in_model: Table = blocks.IN_MODEL
     layers: str = "model.layers"

@@ -52,7 +52,7 @@ def _list_of(kind: type, text: str) -> _Kind:
 _MAX_LAYERS, _MAX_SIZE = 1000, 10**9
 _KINDS = {
     **_integer(1, _MAX_LAYERS).names(
-        "decoder_sparse_step no_rope_layer_interval num_hidden_layers"
+        "decoder_sparse_step full_attention_interval no_rope_layer_interval num_hidden_layers"
     ),
     **_integer(0, _MAX_LAYERS).names(
         "first_k_dense_replace max_window_layers n_shared_experts? num_nextn_predict_layers"
@@ -63,7 +63,8 @@ _KINDS = {
         "moe_intermediate_size n_group? n_routed_experts num_attention_heads num_experts "
         "num_experts_per_tok num_key_value_heads? num_local_experts "
         "original_max_position_embeddings? q_lora_rank? qk_rope_head_dim "
-        "rotary_dim? "
+        "linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads "
+        "linear_value_head_dim rotary_dim? "
         "shared_expert_intermediate_size sliding_window? topk_group? v_head_dim vocab_size"
     ),
     **_Kind(

@@ -66,6 +66,19 @@ def partial(*factors):
     return [{**rope, "partial_rotary_factor": part} for rope in ROPES for part in factors]
 
 
+LINEAR = "linear_attention"
+QWEN_NEXT = {
+    **GROUPED,
+    "head_dim": [8, 16],
+    "layer_types": [[LINEAR, LINEAR, FULL], [LINEAR, FULL, LINEAR], [FULL, LINEAR, FULL]],
+    "linear_conv_kernel_dim": [2, 4],
+    "linear_key_head_dim": [4, 6],
+    "linear_num_key_heads": [1, 2],
+    "linear_num_value_heads": [2, 4],
+    "num_hidden_layers": [3],
+    "rms_norm_eps": [1e-2, 3e-3],
+    "rope_parameters": partial(0.25, 0.5, 1.0),
+}
 # Settings of each family, with the values that they are drawn from.
 CHOICES = {
     "llama3": {**GROUPED, "attention_bias": BOTH},
@@ -77,6 +90,16 @@ CHOICES = {
     "deepseek_v2": {**LATENT, **DENSE, "n_shared_experts": [1, 2]},
     "deepseek_v3": {**LATENT, **DENSE, **SHARED, "topk_group": [1]},
     "gpt_oss": {**GROUPED, "sliding_window": [3, 5]},
+    "qwen3_next": {
+        **QWEN_NEXT,
+        "mlp_only_layers": [[], [0], [1]],
+        "norm_topk_prob": BOTH,
+        "intermediate_size": [24],
+    },
+    "qwen3_5_moe": {
+        **QWEN_NEXT,
+        "rope_parameters": [{**DEFAULT, "partial_rotary_factor": part} for part in (0.25, 0.5, 1)],
+    },
     "glm4_moe_lite": {
         **LATENT,
         **SHARED,
