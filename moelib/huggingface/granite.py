@@ -9,6 +9,8 @@ from moelib.huggingface import blocks, llama
 from moelib.huggingface.family import Family
 from moelib.huggingface.settings import Settings
 from moelib.huggingface.tensor_mapping import Part, Table
+from moelib.layers.attention.grouped_query import GroupedQueryAttention
+from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.router import Router, Score
 from moelib.models.causal_lm import CausalLM
 
@@ -23,7 +25,7 @@ IN_LAYER: Table = {
     "feed_forward/shared_experts/up": [Part("shared_mlp.input_linear.weight", "(n f) d -> n d f")],
     "feed_forward/shared_experts/down": [Part("shared_mlp.output_linear.weight", "d f -> f d")],
 }
-_NAMES = "num_local_experts", "intermediate_size"  # Settings of `blocks.moe`.
+MOE = "num_local_experts", "intermediate_size"  # Settings of `blocks.moe`.
 
 
 def _factor(settings: Settings, name: str, without: float = 1.0) -> float | None:
@@ -32,21 +34,28 @@ def _factor(settings: Settings, name: str, without: float = 1.0) -> float | None
     return None if value == without else value
 
 
-def _model(settings: Settings, feed_forward: Any) -> CausalLM.Config:
-    attention = blocks.attention_with_bias(settings)
+def attention_of(settings: Settings, **fields: Any) -> GroupedQueryAttention.Config:
+    """Returns attention with `attention_multiplier`."""
+    attention = blocks.attention_with_bias(settings, **fields)
     usual = blocks.expect(attention.head_dim, int) ** -0.5
-    attention.score_scale = _factor(settings, "attention_multiplier", without=usual)
+    return attention.set(score_scale=_factor(settings, "attention_multiplier", without=usual))
+
+
+def model_of(settings: Settings, feed_forward: Any, mixers: Any = None) -> CausalLM.Config:
+    """Returns the model with Granite's factors; `mixers` are by default attention."""
+    mixers = mixers or attention_of(settings)
     embedding_scale = _factor(settings, "embedding_multiplier")
     logit_divisor = _factor(settings, "logits_scaling")
     residual_scale = _factor(settings, "residual_multiplier")
-    cfg = blocks.model(settings, attention, feed_forward, residual_scale=residual_scale)
+    cfg = blocks.model(settings, mixers, feed_forward, residual_scale=residual_scale)
     cfg.embedding.scale = embedding_scale
     return cfg.set(logit_divisor=logit_divisor)
 
 
-def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
+def settings_of(cfg: CausalLM.Config) -> dict[str, Any]:
+    """Returns the settings that `model_of` and `attention_of` read."""
     layer, settings = cfg.decoder.block[0], blocks.attention_settings(cfg)
-    attention = layer.self_attention
+    attention = blocks.attention_of(cfg)
     return {
         **settings,
         "attention_bias": attention.qkv_bias,
@@ -59,36 +68,42 @@ def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
 
 def _dense(settings: Settings) -> CausalLM.Config:
     settings.expect(mlp_bias=False)
-    return _model(settings, blocks.feed_forward(settings.take("intermediate_size")))
+    return model_of(settings, blocks.feed_forward(settings.take("intermediate_size")))
 
 
 def _dense_settings(cfg: CausalLM.Config) -> dict[str, Any]:
     hidden_dim = cfg.decoder.block[0].feed_forward.hidden_dim
-    return {**_settings(cfg), "intermediate_size": hidden_dim}
+    return {**settings_of(cfg), "intermediate_size": hidden_dim}
+
+
+def moe_of(settings: Settings) -> MoELayer.Config:
+    """Returns the layer of experts, shared ones of `shared_intermediate_size` among them."""
+    router = Router.default_config().set(score=Score.SOFTMAX_AFTER_TOP_K)
+    moe = blocks.moe(settings, *MOE, router=router)
+    if shared := settings.take("shared_intermediate_size", 0):
+        moe.shared_experts = blocks.feed_forward(shared)
+    return moe
 
 
 def _moe(settings: Settings) -> CausalLM.Config:
-    router = Router.default_config().set(score=Score.SOFTMAX_AFTER_TOP_K)
-    moe = blocks.moe(settings, *_NAMES, router=router)
-    if shared := settings.take("shared_intermediate_size", 0):
-        moe.shared_experts = blocks.feed_forward(shared)
-    return _model(settings, moe)
+    return model_of(settings, moe_of(settings))
 
 
 def _moe_settings(cfg: CausalLM.Config) -> dict[str, Any]:
     return {
-        **_settings(cfg),
-        **blocks.moe_settings(cfg, *_NAMES),
+        **settings_of(cfg),
+        **blocks.moe_settings(cfg, *MOE),
         **blocks.balance_settings(cfg),
     }
 
 
-def _shared_settings(cfg: CausalLM.Config) -> dict[str, Any]:
+def shared_settings(cfg: CausalLM.Config) -> dict[str, Any]:
+    """Returns the settings that `model_of` and `moe_of` read."""
     shared = blocks.moe_of(cfg).shared_experts
     return {**_moe_settings(cfg), "shared_intermediate_size": shared.hidden_dim if shared else 0}
 
 
-_DEFAULTS = {
+DEFAULTS = {
     "attention_multiplier": 1.0,
     "embedding_multiplier": 1.0,
     "logits_scaling": 1.0,
@@ -104,7 +119,7 @@ GRANITE = Family(
     _dense,
     _dense_settings,
     lambda cfg: IN_LAYER,
-    defaults=_DEFAULTS,
+    defaults=DEFAULTS,
 )
 GRANITEMOE = Family(
     "granitemoe",
@@ -112,13 +127,13 @@ GRANITEMOE = Family(
     _moe,
     _moe_settings,
     lambda cfg: IN_LAYER,
-    defaults=_DEFAULTS,
+    defaults=DEFAULTS,
 )
 GRANITEMOESHARED = Family(
     "granitemoeshared",
     "GraniteMoeSharedForCausalLM",
     _moe,
-    _shared_settings,
+    shared_settings,
     lambda cfg: IN_LAYER,
-    defaults=_DEFAULTS,
+    defaults=DEFAULTS,
 )

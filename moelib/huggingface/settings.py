@@ -57,11 +57,14 @@ _KINDS = {
     **_integer(0, _MAX_LAYERS).names(
         "first_k_dense_replace max_window_layers n_shared_experts? num_nextn_predict_layers"
     ),
-    **_integer(0, _MAX_SIZE).names("qk_nope_head_dim shared_intermediate_size"),
+    **_integer(0, _MAX_SIZE).names(
+        "num_local_experts qk_nope_head_dim shared_intermediate_size"
+    ),
     **_integer(1, _MAX_SIZE).names(
         "head_dim? hidden_size intermediate_size kv_lora_rank max_position_embeddings? "
         "moe_intermediate_size n_group? n_routed_experts num_attention_heads num_experts "
-        "num_experts_per_tok num_key_value_heads? num_local_experts "
+        "num_experts_per_tok num_key_value_heads? "
+        "mamba_d_conv mamba_d_state mamba_expand mamba_n_groups mamba_n_heads "
         "original_max_position_embeddings? q_lora_rank? qk_rope_head_dim "
         "linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads "
         "linear_value_head_dim rotary_dim? "
@@ -95,7 +98,7 @@ _KINDS = {
         ),
     ).names("moe_topk"),
     **_Kind("true or false", lambda x: type(x) is bool).names(
-        "attention_bias norm_topk_prob qkv_bias tie_word_embeddings truncate? use_qk_norm "
+        "attention_bias mamba_conv_bias norm_topk_prob qkv_bias tie_word_embeddings truncate? use_qk_norm "
         "use_sliding_window"
     ),
     **_list_of(int, "a list of integers").names("mlp_only_layers? no_rope_layers?"),

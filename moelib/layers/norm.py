@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moelib.core.config import REQUIRED, Required, config_class
-from moelib.core.config_types import PositiveFloat
+from moelib.core.config_types import PositiveFloat, PositiveInt
 from moelib.core.param import ParameterSpec
 from moelib.layers import initializers
 from moelib.layers.base import BaseLayer, bias_spec
@@ -35,6 +35,7 @@ class RMSNorm(BaseNorm):
     @config_class
     class Config(BaseNorm.Config):
         zero_centered: bool = False  # Whether the parameter is the scale minus 1, from 0.
+        num_groups: PositiveInt = 1  # Equal parts of D, each divided by its own rms (Mamba-2).
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         if not self.config.zero_centered:
@@ -43,10 +44,13 @@ class RMSNorm(BaseNorm):
 
     def forward(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """Returns the normalized x, in the dtype of x."""
+        cfg: RMSNorm.Config = self.config
         x32 = x.astype(jnp.float32)
-        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), -1, keepdims=True) + self.config.eps)
-        scale = self._scaled(x) + 1.0 if self.config.zero_centered else self._scaled(x)
-        return (x32 * inverse * scale).astype(x.dtype)
+        if cfg.num_groups > 1:
+            x32 = x32.reshape(*x.shape[:-1], cfg.num_groups, -1)
+        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), -1, keepdims=True) + cfg.eps)
+        scale = self._scaled(x) + 1.0 if cfg.zero_centered else self._scaled(x)
+        return ((x32 * inverse).reshape(x.shape) * scale).astype(x.dtype)
 
 
 class LayerNorm(BaseNorm):

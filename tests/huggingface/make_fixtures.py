@@ -260,6 +260,19 @@ FAMILIES = {
             "shared_intermediate_size": 12,
         },
     ),
+    "granitemoehybrid": (
+        transformers.GraniteMoeHybridConfig,
+        {
+            **GRANITE,
+            "intermediate_size": 8,
+            "layer_types": ["linear_attention", "full_attention"],
+            "mamba_d_state": 6,
+            "mamba_n_groups": 2,
+            "mamba_n_heads": 4,
+            "num_local_experts": 4,
+            "shared_intermediate_size": 12,
+        },
+    ),
     "hunyuan_v1_dense": (
         transformers.HunYuanDenseV1Config,
         {

@@ -170,6 +170,20 @@ CHOICES = {
     },
     "granite": {**GROUPED, **FACTORS},
     "granitemoe": {**GROUPED, **FACTORS, "num_local_experts": [4, 8]},
+    "granitemoehybrid": {
+        **GROUPED,
+        **FACTORS,
+        "layer_types": [[LINEAR, FULL, LINEAR], [FULL, LINEAR, LINEAR], [LINEAR, LINEAR, FULL]],
+        "mamba_conv_bias": BOTH,
+        "mamba_d_conv": [2, 4],
+        "mamba_d_state": [4, 6],
+        "mamba_n_groups": [1, 2],
+        "mamba_n_heads": [4, 8],
+        "num_hidden_layers": [3],
+        "num_local_experts": [0, 4, 8],
+        "position_embedding_type": [None, "rope"],
+        "shared_intermediate_size": [8, 12],
+    },
     "granitemoeshared": {**GROUPED, **FACTORS, "shared_intermediate_size": [0, 12]},
 }
 

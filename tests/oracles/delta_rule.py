@@ -6,7 +6,15 @@ import numpy as np
 
 
 def delta_rule(
-    q: Any, k: Any, v: Any, log_decay: Any, beta: Any, segment_ids: Any, state: Any = None
+    q: Any,
+    k: Any,
+    v: Any,
+    log_decay: Any,
+    beta: Any,
+    segment_ids: Any,
+    state: Any = None,
+    *,
+    corrected: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns (outputs [B, S, H, V], states [B, H, K, V]) of q [B, S, H, K], ..., beta [B, S, H].
 
@@ -23,7 +31,7 @@ def delta_rule(
                 matrix = np.zeros(matrix.shape)
             document = segment_ids[b, t]
             matrix = np.exp(log_decay[b, t, h])[:, None] * matrix
-            error = v[b, t, h] - k[b, t, h] @ matrix
+            error = v[b, t, h] - (k[b, t, h] @ matrix if corrected else 0)
             matrix = matrix + beta[b, t, h] * np.outer(k[b, t, h], error)
             out[b, t, h] = q[b, t, h] @ matrix
         states[b, h] = matrix

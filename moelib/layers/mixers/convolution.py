@@ -7,7 +7,7 @@ from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.config_types import PositiveInt
 from moelib.core.param import Axes, ParameterSpec
 from moelib.layers import initializers
-from moelib.layers.base import BaseLayer
+from moelib.layers.base import BaseLayer, add_bias, bias_spec
 from moelib.layers.mixers.documents import Documents
 
 
@@ -22,12 +22,16 @@ class CausalConvolution(BaseLayer):
         channels: Required[tuple[int, ...]] = REQUIRED  # Dimensions of the inputs after B and S.
         axes: Required[Axes] = REQUIRED  # Their logical axes.
         width: Required[PositiveInt] = REQUIRED  # W, in tokens.
+        bias: bool = False  # Whether a learned bias is added.
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg: CausalConvolution.Config = self.config
         init = initializers.normal(cfg.width**-0.5)
         shape, axes = (*cfg.channels, cfg.width), (*cfg.axes, None)
-        return {"weight": ParameterSpec(shape, axes, initializer=init)}
+        specs = {"weight": ParameterSpec(shape, axes, initializer=init)}
+        if cfg.bias:
+            specs["bias"] = bias_spec(cfg.channels, cfg.axes)
+        return specs
 
     def _create_layer_cache_specs(self, batch_size: int, length: int) -> dict[str, ParameterSpec]:
         del length
@@ -42,7 +46,8 @@ class CausalConvolution(BaseLayer):
         cached inputs (S = 1).
         """
         width, length = self.config.width, x.shape[1]
-        weight = self.operands(self.own_parameters, x.dtype)["weight"]
+        params = self.operands(self.own_parameters, x.dtype)
+        weight = params["weight"]
         lead = (...,) + (None,) * (x.ndim - 2)
         x = jnp.where(documents.valid[lead], x, 0)
         before = jnp.zeros((x.shape[0], width - 1, *x.shape[2:]), x.dtype)
@@ -58,4 +63,5 @@ class CausalConvolution(BaseLayer):
             same = number[:, i : i + length] == documents.number
             term = padded[:, i : i + length] * weight[..., i][None, None]
             terms.append(jnp.where(same[lead], term, 0))
-        return sum(terms[1:], terms[0])
+        y = sum(terms[1:], terms[0])
+        return add_bias(y, params["bias"]) if self.config.bias else y

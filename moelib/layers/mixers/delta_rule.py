@@ -7,8 +7,12 @@ where a document begins. `sequential` is the definition, a loop over tokens. `ch
 chunks of C tokens by matmuls: the values that the tokens of a chunk write solve a triangular
 system, whose inverse needs no state, so that only four matmuls per chunk remain in the loop.
 
+Without correction, as `corrected=False` has it, it is the recurrence of Mamba-2:
+
+S_t = diag(a_t) S_{t-1} + b_t k_t v_t^T
+
 Sources: Yang et al., arXiv:2406.06484 (chunks) and arXiv:2412.06464 (decay per head); Kimi Linear,
-arXiv:2510.26692 (decay per channel).
+arXiv:2510.26692 (decay per channel); Dao and Gu, arXiv:2405.21060 (Mamba-2).
 
 Shapes: H heads, K entries of a key, V entries of a value, A decays of a head: 1 or K. In chunks:
 N chunks, C tokens of a chunk.
@@ -41,6 +45,8 @@ def delta_rule(
     beta: Float32[Array, "B S H"],
     documents: Int[Array, "B S"],
     state: Float32[Array, "B H K V"] | None = None,
+    *,
+    corrected: bool = True,
 ) -> tuple[Float32[Array, "B S H V"], Float32[Array, "B H K V"]]:
     """Returns (outputs, state after the last token), sharded over the current mesh.
 
@@ -52,6 +58,7 @@ def delta_rule(
         beta: b_t; 0 for padding.
         documents: Number of each token's document in its sequence, from 0.
         state: State before the first token, of document 0; None for zeros.
+        corrected: Whether a token writes what its value differs by from that of the state.
 
     Raises:
         SplitError: If the mesh splits sequences, or does not divide the batch or the heads.
@@ -59,7 +66,7 @@ def delta_rule(
     if state is None:
         state = jnp.zeros((len(q), *q.shape[2:], v.shape[-1]), jnp.float32)
     arrays = (q, k, v, log_decay, beta, documents, state)
-    compute = sequential if q.shape[1] == 1 else chunked
+    compute = functools.partial(sequential if q.shape[1] == 1 else chunked, corrected=corrected)
     mesh = sharding.current_mesh()
     if mesh is None or mesh.size == 1:
         return compute(*arrays)
@@ -92,6 +99,8 @@ def sequential(
     beta: Float32[Array, "B S H"],
     documents: Int[Array, "B S"],
     state: Float32[Array, "B H K V"],
+    *,
+    corrected: bool = True,
 ) -> tuple[Float32[Array, "B S H V"], Float32[Array, "B H K V"]]:
     """Returns the results of `delta_rule` on one device, token by token."""
     begins = jnp.diff(documents, axis=1, prepend=0) > 0
@@ -100,7 +109,7 @@ def sequential(
         q, k, v, log_decay, beta, begins = token
         state = jnp.where(begins[:, None, None, None], 0.0, state)
         state = state * jnp.exp(log_decay)[..., None]
-        new = v - jnp.sum(state * k[..., None], axis=-2)
+        new = v - jnp.sum(state * k[..., None], axis=-2) if corrected else v
         state = state + (beta[..., None] * k)[..., None] * new[..., None, :]
         return state, jnp.sum(state * q[..., None], axis=-2)
 
@@ -119,6 +128,8 @@ def chunked(
     beta: Float32[Array, "B S H"],
     documents: Int[Array, "B S"],
     state: Float32[Array, "B H K V"],
+    *,
+    corrected: bool = True,
 ) -> tuple[Float32[Array, "B S H V"], Float32[Array, "B H K V"]]:
     """Returns the results of `delta_rule` on one device, chunk by chunk.
 
@@ -141,18 +152,18 @@ def chunked(
     ends = documents[..., -1].reshape(math.prod(groups), batch)
     before = jnp.pad(ends[:-1], ((1, 0), (0, 0))).reshape(*groups, batch, 1)
     state, arrays = align(state, (*chunks, documents, before))
-    state, outputs = jax.lax.scan(jax.checkpoint(_group), state, arrays)
+    group = jax.checkpoint(functools.partial(_group, corrected=corrected))
+    state, outputs = jax.lax.scan(group, state, arrays)
     outputs = jnp.moveaxis(outputs.swapaxes(3, 4), 2, 0)  # [B, groups, N, C, H, V]
     return outputs.reshape(batch, -1, heads, v.shape[-1])[:, :length], state
 
 
 def _group(
-    state: Float32[Array, "B H K V"], arrays: tuple[Array, ...]
+    state: Float32[Array, "B H K V"], arrays: tuple[Array, ...], *, corrected: bool
 ) -> tuple[Float32[Array, "B H K V"], Float32[Array, "N B H C V"]]:
     """Returns the state after a group of chunks, and their outputs."""
     q, k, v, log_decay, beta, documents, before = arrays
     same, is_later = documents[..., :, None] == documents[..., None, :], _is_later(_CHUNK)
-    inverse = _inverse(jnp.where(same & is_later, beta * _products(k, k, log_decay), 0.0))
     scores = jnp.where(same & ~is_later.mT, _products(q, k, log_decay), 0.0)
     # Decays since the state before the chunk, and until the state after it.
     from_start = jnp.exp(jnp.cumsum(log_decay, axis=-2))  # [N, B, H, C, A]
@@ -160,16 +171,18 @@ def _group(
     from_start = jnp.where((documents == before[..., None])[..., None], from_start, 0.0)
     to_end = jnp.exp(_sum_of_later(log_decay))
     to_end = jnp.where((documents == documents[..., -1:])[..., None], to_end, 0.0)
-    values = inverse @ (beta * v)
-    reads = inverse @ (beta * k * from_start)
+    writes = [beta * v]  # And by what of the state they are less.
+    if corrected:
+        inverse = _inverse(jnp.where(same & is_later, beta * _products(k, k, log_decay), 0.0))
+        writes = [inverse @ writes[0], inverse @ (beta * k * from_start)]
 
     def step(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
-        q, k, values, reads, scores, kept = chunk
-        new = values - reads @ state
+        q, k, scores, kept, new, *reads = chunk
+        new = new - reads[0] @ state if reads else new
         output = q @ state + scores @ new
         return kept[..., None] * state + k.mT @ new, output
 
-    return jax.lax.scan(step, state, (q * from_start, k * to_end, values, reads, scores, kept))
+    return jax.lax.scan(step, state, (q * from_start, k * to_end, scores, kept, *writes))
 
 
 def _is_later(size: int) -> Bool[Array, "1 1 1 c c"]:

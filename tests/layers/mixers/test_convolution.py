@@ -48,3 +48,15 @@ def test_the_cache_continues_prompts_of_any_length():
         want = whole[np.arange(3), lengths + step - 1]
         np.testing.assert_allclose(last, want, atol=1e-6)
         state = {**params, "cache": outputs.state_updates["cache"]}
+
+
+def test_a_bias_is_added_to_each_channel():
+    layer = build(
+        CausalConvolution.default_config(), channels=(5,), axes=(None,), width=3, bias=True
+    )
+    params = initial(layer)
+    params["bias"] = jnp.arange(5.0)
+    x, documents = normal(*SEGMENTS.shape, 5), documents_of(jnp.asarray(SEGMENTS), SEGMENTS.shape)
+    got = call(layer, params, x, documents)
+    want = by_hand(x, params["weight"], SEGMENTS) + np.arange(5.0)
+    np.testing.assert_allclose(np.where(SEGMENTS[..., None] > 0, got - want, 0), 0, atol=1e-6)

@@ -77,6 +77,20 @@ def test_chunks_equal_token_by_token(length, num_decays, decay):
     tiny.assert_trees_close(got, want)
 
 
+@pytest.mark.parametrize(("length", "num_decays"), [(1, 1), (65, K), (200, 1)])
+def test_the_recurrence_without_correction(length, num_decays):
+    floats, documents, state, ids = inputs(length, num_decays)
+    plain = [functools.partial(rule, corrected=False) for rule in (chunked, sequential)]
+    got, want = (differentiated(rule, floats, documents, state) for rule in plain)
+    tiny.assert_trees_close(got, want)
+    (out, after), _ = want
+    oracle_out, oracle_after = oracle.delta_rule(
+        *floats, segment_ids=ids, state=state, corrected=False
+    )
+    np.testing.assert_allclose(np.where(ids[..., None, None] > 0, out, 0), oracle_out, atol=5e-6)
+    np.testing.assert_allclose(after, oracle_after, atol=5e-6)
+
+
 @pytest.mark.slow
 def test_groups_of_chunks_equal_token_by_token():
     arguments = inputs(1500)[:3]  # 24 chunks in 2 groups.
