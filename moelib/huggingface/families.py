@@ -18,6 +18,7 @@ from moelib.huggingface.glm import DOTS1, GLM4_MOE, SOLAR_OPEN
 from moelib.huggingface.gpt_oss import GPT_OSS
 from moelib.huggingface.granite import GRANITE, GRANITEMOE, GRANITEMOESHARED
 from moelib.huggingface.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
+from moelib.huggingface.kimi_linear import KIMI_LINEAR
 from moelib.huggingface.llama import LLAMA, QWEN3
 from moelib.huggingface.minimax import MINIMAX_M2
 from moelib.huggingface.mixture import (
@@ -45,7 +46,7 @@ FAMILIES = (
     *(MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, QWEN2_MOE_UNGATED, V2, V3, GPT_OSS),
     *(KIMI_K2, GLM4_MOE_LITE, SOLAR_OPEN, GLM4_MOE, DOTS1, MINIMAX_M2),
     *(FLEX_OLMO, GRANITEMOE, GRANITEMOESHARED, HUNYUAN_MOE, DBRX),
-    *(QWEN3_NEXT, QWEN3_5_MOE),
+    *(QWEN3_NEXT, QWEN3_5_MOE, KIMI_LINEAR),
 )
 
 _MAX_NAMED = 5  # Differences listed in an error.
