@@ -15,6 +15,7 @@ from moelib.core.config import Configurable, config_class
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.runs.folder import RunFolder
+from moelib.runs.phases import last_step
 from moelib.train.start import Start
 
 
@@ -83,7 +84,7 @@ class Run(Protocol):
 
     def is_logged(self, step: int) -> bool:
         """Returns whether the metrics of a step are logged if nothing is wrong with it."""
-        return step % self.config.log_every_n_steps == 0 or step == self.config.max_step
+        return step % self.config.log_every_n_steps == 0 or step == last_step(self.config)
 
     def spent_on(self, part: str) -> AbstractContextManager[None]:
         """Counts the time of a block for one of `throughput.PARTS`."""
