@@ -200,6 +200,7 @@ class SpmdTrainer(StepProgram):
         self._compiled: Callable[..., Any] | None = None
         self._check_locks: list[Callable[[], None]] = []  # Raise if a folder of the run was moved.
         self._file_sums: dict[str, str] = {}  # SHA-256 of the tokenizer's files, when written.
+        self._is_of_restored_phase = False  # Whether the phase is that of a state already seen.
         self.step = 0  # Steps taken, known without waiting for the devices.
         # By name: those of single fields, then those of `watchers`.
         self.watchers: Mapping[str, Watcher] = {
@@ -446,7 +447,8 @@ class SpmdTrainer(StepProgram):
                 checked = course.rewind_or_resume(
                     self.all_phases, self.folder, saver, self._host_rows, self.mesh().shape
                 )
-            self._check_phase(checked or 0)
+            if not self._is_of_restored_phase:  # The checkpoint before a damaged one tells better.
+                self._check_phase(checked or 0)
             start = self._start(began, prng_key, checked)
             on_process_0(lambda: self.folder.write_config(cfg))
             return self._take_steps(start, prng_key)
@@ -521,7 +523,9 @@ class SpmdTrainer(StepProgram):
         """Returns the trainer of another phase of the run. This one's state is freed."""
         self._state = None
         cfg = self.all_phases.clone(phase=name)
-        return type(self)(cfg, parent=None, devices=self._devices)
+        trainer = type(self)(cfg, parent=None, devices=self._devices)
+        trainer._is_of_restored_phase = True
+        return trainer
 
     def next_phase(self) -> "SpmdTrainer":
         """Returns the trainer of the phase that begins after the current step."""
