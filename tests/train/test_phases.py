@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 import moelib
+from experiments import flame_moe
 from moelib.checkpoint.contents import list_checkpoints, step_path
 from moelib.checkpoint.restore import restore_arrays
 from moelib.core.config_text import parse, text_lines
 from moelib.core.errors import UserError
+from moelib.layers.rope import YarnRotaryEmbedding
 from moelib.learner.learner import UpdateType
 from moelib.runs.folder import RunFolder
 from moelib.runs.identity import TrainerDirConflictError
@@ -177,6 +179,31 @@ def test_a_run_goes_on_with_other_data_if_they_are_accepted(tmp_path):
     changed = [x["path"] for x in RunFolder(tmp_path).events() if x["event"] == "changed"]
     assert "input.source.seed" in changed
     assert moelib.fit(cfg.set(max_step=8)).step == 8
+
+
+def test_a_phase_has_the_settings_of_those_before():
+    cfg = flame_moe.tiny()
+    # --8<-- [start:phases]
+    yarn = YarnRotaryEmbedding.default_config().set(factor=8.0, original_context=128)
+    long_context = {
+        "input.seq_len": 1024,
+        "input.global_batch_size": 1,
+        "model.decoder.block[0].self_attention.rope": yarn,
+    }
+    cfg.phases = {
+        "long context": Phase.default_config().set(after_step=800, changes=long_context),
+        "better data": Phase.default_config().set(
+            after_step=900, changes={"input.source.path": "{data_dir}/books"}
+        ),
+    }
+    # --8<-- [end:phases]
+    last = applied(cfg.set(max_step=1000, phase="better data"))
+    assert last.input.source.path == "{data_dir}/books"
+    assert (last.input.seq_len, last.input.global_batch_size) == (1024, 1)
+    assert last.model.decoder.block[0].self_attention.rope.factor == 8.0
+    assert cfg.input.seq_len == 128
+    with pytest.raises(UserError, match="there is no such phase; did you mean 'better data'"):
+        applied(cfg.set(phase="beter data"))
 
 
 def test_the_phase_of_a_step():
