@@ -13,6 +13,7 @@ from moelib.core.config_text import parse, text_lines
 from moelib.core.errors import UserError
 from moelib.layers.rope import YarnRotaryEmbedding
 from moelib.learner.learner import UpdateType
+from moelib.operations.runs import list_runs, runs_table
 from moelib.runs.folder import RunFolder
 from moelib.runs.identity import TrainerDirConflictError
 from moelib.runs.phases import Phase, applied, last_step, name_at
@@ -60,6 +61,7 @@ def test_each_step_has_the_settings_of_its_phase(unbroken):
     assert (result.step, result.stopped_by) == (12, None)
     starts = [x["phase"] for x in RunFolder(directory).events() if x["event"] == "start"]
     assert starts == [None, "large", "long"]
+    assert "12 / 12, long" in str(runs_table(list_runs([str(directory)])).rows)
     texts = {step: RunFolder(directory).record(step).config for step in (4, 8, 12)}
     paths = ("input.global_batch_size", "num_microbatches", "input.seq_len", "phase")
     found = {step: [text_lines(text).get(path) for path in paths] for step, text in texts.items()}
