@@ -49,7 +49,7 @@ class TrainLoop(Run):
         """Takes the trainer, the facts of its state, and the request to stop."""
         self._trainer, self.start, self._stop = trainer, start, stop
         self.config = cfg = trainer.config
-        self._last_step = last_step(cfg)
+        self.last_step = last_step(cfg)
         self.folder = trainer.folder
         self.model, self.mesh = model, mesh = trainer.model, trainer.mesh()
         self.checkpointer, self._summary_writer = trainer.saver, trainer.summary_writer
@@ -158,7 +158,7 @@ class TrainLoop(Run):
                 self.print(line)
             if self.config.phases:
                 name = self.config.phase or "the first phase"
-                self.print(f"{name}: steps {first_step(self.config)} to {self._last_step}")
+                self.print(f"{name}: steps {first_step(self.config)} to {self.last_step}")
             for watcher in self._watchers:
                 watching.callback(self._end_watcher, watcher)
                 with contextlib.suppress(_WorkStopped), named_in_errors(watcher):
@@ -170,7 +170,7 @@ class TrainLoop(Run):
                 self._evaluate(done=restored.record.metrics)  # The stopped run had no time.
             if self._stop_requested():
                 pass
-            elif self.step < self._last_step:
+            elif self.step < self.last_step:
                 self._evaluations.open(self)
                 feed = stack.enter_context(self._trainer.open_input(self.start))
                 self._can_skip = feed.can_seek
@@ -209,7 +209,7 @@ class TrainLoop(Run):
         self.compile_seconds = time.perf_counter() - begin
         self.print(f"first step, compilation included: {self.compile_seconds:.1f} s")
         self._throughput.restart()  # Rates do not include the compilation.
-        while not self._after_step() and self._reached.step < self._last_step:
+        while not self._after_step() and self._reached.step < self.last_step:
             batch = self._next_batch(feed)
             if batch is None:
                 return
