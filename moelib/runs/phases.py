@@ -57,7 +57,7 @@ def in_order(cfg: Any) -> list[tuple[str, Any]]:
     """Returns (name, phase) of a trainer's config, in the order of their steps.
 
     Raises:
-        UserError: If two begin after the same step, or one at the end or later.
+        UserError: If two begin after the same step.
     """
     found = sorted(cfg.phases.items(), key=lambda each: each[1].after_step)
     for (name, phase), (other, after) in itertools.pairwise(found):
@@ -66,13 +66,17 @@ def in_order(cfg: Any) -> list[tuple[str, Any]]:
                 f"phases.{name}.after_step and phases.{other}.after_step are both "
                 f"{phase.after_step}; put the changes of both into one phase."
             )
-    if found and found[-1][1].after_step >= cfg.max_step:
-        name, phase = found[-1]
-        raise UserError(
-            f"phases.{name}.after_step is {phase.after_step}, but the run ends at max_step="
-            f"{cfg.max_step}; set after_step lower, or max_step higher."
-        )
     return found
+
+
+def check_ends(cfg: Any) -> None:
+    """Raises UserError if a phase begins at the end of the run or later."""
+    for name, phase in in_order(cfg):
+        if phase.after_step >= cfg.max_step:
+            raise UserError(
+                f"phases.{name}.after_step is {phase.after_step}, but the run ends at max_step="
+                f"{cfg.max_step}; set after_step lower, or max_step higher."
+            )
 
 
 def name_at(cfg: Any, step: int) -> str | None:

@@ -506,6 +506,7 @@ class SpmdTrainer(StepProgram):
 
     def _check_phases(self) -> None:
         """Raises UserError if a phase is none that this run can have."""
+        phases.check_ends(self.config)
         for name, _ in phases.in_order(self.config):
             try:
                 program = self._program_of(name)
