@@ -86,7 +86,7 @@ def delta_rule(tokens: Tokens, state: Float32[Array, "B H K V"] | None = None) -
 
     P = jax.sharding.PartitionSpec
     of_state = P(of_batch, of_heads, None, None)
-    of_tokens = Tokens(*(split,) * 4, P(of_batch, None, of_heads), P(of_batch, None))
+    of_tokens = Tokens._make([*(split,) * 4, P(of_batch, None, of_heads), P(of_batch, None)])
     specs = (of_tokens, of_state)
     return jax.shard_map(local, in_specs=(specs,), out_specs=(split, of_state))((tokens, state))
 
