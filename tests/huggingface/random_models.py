@@ -112,7 +112,6 @@ CHOICES = {
         "num_hidden_layers": [3],
         "q_lora_rank": [None, 8],
         "rms_norm_eps": [1e-2, 3e-3],
-        "tie_word_embeddings": BOTH,
         "topk_group": [1],
         "v_head_dim": [4, 6],
     },
@@ -213,7 +212,7 @@ def read(folder):
         model.save_pretrained(model_folder / "theirs")
 
 
-ADAMW = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 
 
 def train(folder):
