@@ -289,7 +289,8 @@ def attention_settings(cfg: CausalLM.Config, *, partial_rotary: bool = False) ->
     }
 
 
-WINDOWED, FULL = "sliding_attention", "full_attention"
+# Kinds of layers in `layer_types`.
+WINDOWED, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 
 def windows(settings: Settings, default: Callable[[int], bool]) -> list[int | None]:

@@ -19,6 +19,7 @@ from moelib.huggingface.gpt_oss import GPT_OSS
 from moelib.huggingface.granite import GRANITE, GRANITEMOE, GRANITEMOESHARED
 from moelib.huggingface.granite_hybrid import GRANITEMOEHYBRID
 from moelib.huggingface.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
+from moelib.huggingface.kimi_linear import KIMI_LINEAR
 from moelib.huggingface.llama import LLAMA, QWEN3
 from moelib.huggingface.minimax import MINIMAX_M2
 from moelib.huggingface.mixture import (
@@ -46,7 +47,7 @@ FAMILIES = (
     *(MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, QWEN2_MOE_UNGATED, V2, V3, GPT_OSS),
     *(KIMI_K2, GLM4_MOE_LITE, SOLAR_OPEN, GLM4_MOE, DOTS1, MINIMAX_M2),
     *(FLEX_OLMO, GRANITEMOE, GRANITEMOESHARED, HUNYUAN_MOE, DBRX),
-    *(QWEN3_NEXT, QWEN3_5_MOE, GRANITEMOEHYBRID),
+    *(QWEN3_NEXT, QWEN3_5_MOE, KIMI_LINEAR, GRANITEMOEHYBRID),
 )
 
 _MAX_NAMED = 5  # Differences listed in an error.

@@ -18,7 +18,6 @@ from moelib.layers.moe.router import Router, Score
 from moelib.layers.transformer import TransformerLayer
 from moelib.models.causal_lm import CausalLM
 
-_LINEAR = "linear_attention"
 _DELTA = {  # Our field -> its setting.
     "num_value_heads": "linear_num_value_heads",
     "num_key_heads": "linear_num_key_heads",
@@ -99,10 +98,10 @@ def _model(settings: Settings, feed_forward: Any) -> CausalLM.Config:
     delta = GatedDeltaNet.default_config().set(norm=norm, **fields)
     total, every = settings.take("num_hidden_layers"), settings.take("full_attention_interval", 4)
     kinds = settings.take("layer_types", None) or [
-        _LINEAR if (n + 1) % every else blocks.FULL for n in range(total)
+        blocks.LINEAR if (n + 1) % every else blocks.FULL for n in range(total)
     ]
     settings.expect(num_hidden_layers=len(kinds))
-    known = {_LINEAR: delta, blocks.FULL: attention}
+    known = {blocks.LINEAR: delta, blocks.FULL: attention}
     mixers = [settings.lookup("layer_types", kind, known) for kind in kinds]
     return blocks.model(settings, mixers, feed_forward, norm=zero_centered)
 
@@ -115,7 +114,8 @@ def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
         **{name: getattr(delta, field) for field, name in _DELTA.items()},
         "linear_num_key_heads": delta.num_key_heads or delta.num_value_heads,
         "layer_types": [
-            _LINEAR if isinstance(mixer, GatedDeltaNet.Config) else blocks.FULL for mixer in mixers
+            blocks.LINEAR if isinstance(mixer, GatedDeltaNet.Config) else blocks.FULL
+            for mixer in mixers
         ],
     }
 

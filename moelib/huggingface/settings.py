@@ -66,8 +66,8 @@ _KINDS = {
         "num_experts_per_tok num_key_value_heads? "
         "mamba_d_conv mamba_d_state mamba_expand mamba_n_groups mamba_n_heads "
         "original_max_position_embeddings? q_lora_rank? qk_rope_head_dim "
-        "linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads "
-        "linear_value_head_dim rotary_dim? "
+        "linear_conv_kernel_dim linear_head_dim linear_key_head_dim linear_num_heads "
+        "linear_num_key_heads linear_num_value_heads linear_value_head_dim rotary_dim? "
         "shared_expert_intermediate_size sliding_window? topk_group? v_head_dim vocab_size"
     ),
     **_Kind(
@@ -98,13 +98,13 @@ _KINDS = {
         ),
     ).names("moe_topk"),
     **_Kind("true or false", lambda x: type(x) is bool).names(
-        "attention_bias mamba_conv_bias norm_topk_prob qkv_bias tie_word_embeddings truncate? use_qk_norm "
-        "use_sliding_window"
+        "attention_bias mamba_conv_bias norm_topk_prob qkv_bias tie_word_embeddings truncate? "
+        "use_qk_norm use_sliding_window"
     ),
     **_list_of(int, "a list of integers").names("mlp_only_layers? no_rope_layers?"),
     **_list_of(str, "a list of texts").names("layer_types? mlp_layer_types?"),
     **_Kind("an object", lambda x: isinstance(x, dict)).names(
-        "attn_config? ffn_config? rope_parameters? rope_scaling?"
+        "attn_config? ffn_config? linear_attn_config? rope_parameters? rope_scaling?"
     ),
 }
 
@@ -175,6 +175,11 @@ class Settings:
                 raise UserError(
                     f"{self.source}: {name}={shortened(found)}; moelib supports only {value!r}."
                 )
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Gives settings that a family spells differently the names that others have."""
+        self.values = {names.get(name, name): x for name, x in self.values.items()}
+        self._unread = {names.get(name, name) for name in self._unread}
 
     def skip(self, *names: str) -> None:
         """Marks settings as read that follow from others."""

@@ -16,6 +16,7 @@ from moelib.data.batches.lm_input import LMInput
 from moelib.data.batches.mixture import Mixture
 from moelib.data.batches.packing import LongDocuments
 from moelib.data.batches.synthetic import SyntheticTokens
+from moelib.layers.mixers.delta_net import DeltaNet
 from moelib.learner.moments import MomentFormat
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.verify.batches import vocab_size
@@ -26,6 +27,7 @@ _VOCABULARIES = ("vocab_size", "num_embeddings")
 # With few rotary pairs, the ramp of YaRN would begin at the first one whatever `beta_fast`.
 _HEAD_DIMS = {"head_dim": 8, "nope_head_dim": 8, "rope_head_dim": 16, "v_head_dim": 6,
               "key_head_dim": 8, "value_head_dim": 6}  # fmt: skip
+_STATE_EPS = 0.1
 # Fields of the heads of a layer, and of those that they share.
 _HEADS = ("num_heads", "num_kv_heads"), ("num_value_heads", "num_key_heads")
 _WINDOW, _SEQ_LEN, _MAX_STEP = 7, 32, 8
@@ -54,6 +56,7 @@ def shrink(cfg: Any, num_devices: int) -> tuple[Any, list[Change]]:
             _smaller_heads(holder, num_devices, *names)
         _fewer_experts(holder, num_devices)
     _smaller_widths(small.model, num_devices)
+    _larger_eps(small.model)
     _smaller(small.model, _VOCABULARIES, lambda size: _with_same_divisors(size, num_devices, 64))
     _smaller(small.model, ("window",), lambda _: _WINDOW)
     _make_runnable(small)
@@ -134,6 +137,18 @@ def _smaller_heads(cfg: ConfigBase, num_devices: int, many: str, few: str) -> No
     fields = dict(cfg.items())  # An unset `head_dim` would be the width over few heads.
     cfg.set(**{name: size for name, size in _HEAD_DIMS.items() if name in fields})
     _smaller(cfg, ("rotary_dim",), lambda _: 4)
+
+
+def _larger_eps(cfg: ConfigBase) -> None:
+    """Raises the epsilon of norms of what states hold, and of norms with the same one.
+
+    A state of few tokens holds little, of which a norm would magnify the rounding.
+    """
+    mixers = [each for each in _configs(cfg) if isinstance(each, DeltaNet.Config)]
+    held = {mixer.norm.eps for mixer in mixers}
+    for holder in _configs(cfg):
+        if dict(holder.items()).get("eps") in held:
+            holder.set(eps=_STATE_EPS)
 
 
 def _fewer_experts(cfg: ConfigBase, num_devices: int) -> None:

@@ -146,6 +146,20 @@ FAMILIES = {
         {**QWEN_NEXT, "intermediate_size": 24, "mlp_only_layers": [1]},
     ),
     "qwen3_5_moe": (transformers.Qwen3_5MoeTextConfig, QWEN_NEXT),
+    "kimi_linear": (
+        transformers.KimiLinearConfig,
+        {
+            **{name: x for name, x in DEEPSEEK.items() if name != "n_routed_experts"},
+            "num_local_experts": 8,
+            "num_hidden_layers": 4,
+            "first_k_dense_replace": 0,  # transformers renames the tensors of dense layers.
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "rms_norm_eps": 1e-2,  # As above.
+            "pad_token_id": None,  # Its embedding would get no gradient.
+        },
+    ),
     "deepseek_v2": (
         transformers.DeepseekV2Config,
         {

@@ -4,10 +4,13 @@ It runs in a Python that has torch and transformers:
 
     python -m tests.huggingface.random_models make FAMILY FOLDER
     python -m tests.huggingface.random_models read FOLDER
+    python -m tests.huggingface.random_models train FOLDER
 
 `make` writes models of random settings to FOLDER/0, FOLDER/1, ..., each with what it computes, as
 make_fixtures.py does. `read` loads each model in FOLDER without missing or unexpected tensors,
 writes its logits of asked.safetensors to answered.safetensors, and the model again to theirs/.
+`train` trains the model in FOLDER on asked.safetensors, `input_ids` [N, B, S], by a step of AdamW
+per batch, and writes the losses [N] to answered.safetensors.
 """
 
 import pathlib
@@ -99,6 +102,18 @@ CHOICES = {
     "qwen3_5_moe": {
         **QWEN_NEXT,
         "rope_parameters": [{**DEFAULT, "partial_rotary_factor": part} for part in (0.25, 0.5, 1)],
+    },
+    "kimi_linear": {
+        **SHARED,
+        "layer_types": [[LINEAR, FULL, LINEAR], [FULL, LINEAR, FULL], [LINEAR, LINEAR, FULL]],
+        "linear_conv_kernel_dim": [2, 4],
+        "linear_head_dim": [4, 6],
+        "linear_num_heads": [2, 4],
+        "num_hidden_layers": [3],
+        "q_lora_rank": [None, 8],
+        "rms_norm_eps": [1e-2, 3e-3],
+        "topk_group": [1],
+        "v_head_dim": [4, 6],
     },
     "glm4_moe_lite": {
         **LATENT,
@@ -211,9 +226,25 @@ def read(folder):
         model.save_pretrained(model_folder / "theirs")
 
 
+ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+
+
+def train(folder):
+    """Trains the model in a folder, and writes the loss of each step."""
+    model, losses = load(folder), []
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    for ids in load_file(folder / "asked.safetensors")["input_ids"].long():
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    save_file({"losses": torch.stack(losses)}, folder / "answered.safetensors")
+
+
 if __name__ == "__main__":
     command, *arguments = sys.argv[1:]
     if command == "make":
         make(arguments[0], pathlib.Path(arguments[1]))
     else:
-        read(pathlib.Path(arguments[0]))
+        {"read": read, "train": train}[command](pathlib.Path(arguments[0]))

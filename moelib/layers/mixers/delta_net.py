@@ -15,7 +15,7 @@ from moelib.core.tree import Nested
 from moelib.layers import initializers
 from moelib.layers.base import BaseLayer, bias_spec, weight_spec
 from moelib.layers.mixers.convolution import CausalConvolution
-from moelib.layers.mixers.delta_rule import delta_rule
+from moelib.layers.mixers.delta_rule import Tokens, delta_rule
 from moelib.layers.mixers.documents import documents_of
 from moelib.layers.norm import BaseNorm, RMSNorm
 from moelib.layers.quantization import project
@@ -131,14 +131,14 @@ class DeltaNet(BaseLayer):
         valid = documents.valid[..., None]
         beta = jax.nn.sigmoid(project(x, params["beta"]).astype(jnp.float32))
         state = self.cache["state"] if self.cache is not None and x.shape[1] == 1 else None
-        out, state = delta_rule(
+        tokens = Tokens(
             *self._queries_and_keys(qk),
             v,
             jnp.where(valid[..., None], self._log_decay(x, params), 0.0),
             jnp.where(valid, beta, 0.0),
             documents.number,
-            state,
         )
+        out, state = delta_rule(tokens, state)
         if self.cache is not None:
             self.put_cache(state=state)
         out = save_activation(constrain(out.astype(x.dtype), split), "mixer_context")

@@ -20,7 +20,7 @@ N chunks, C tokens of a chunk.
 
 import functools
 import math
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,105 +37,96 @@ _GROUP = 16  # Chunks whose matrices are in memory at once; the backward pass re
 _matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
+class Tokens(NamedTuple):
+    """The tokens of sequences, as the delta rule reads them."""
+
+    q: Float[Array, "B S H K"]  # Queries.
+    k: Float[Array, "B S H K"]  # Keys, of length 1 or less.
+    v: Float[Array, "B S H V"]  # Values.
+    log_decay: Float32[Array, "B S H A"]  # Logarithm of a_t, 0 or less; 0 for padding.
+    beta: Float32[Array, "B S H"]  # b_t; 0 for padding.
+    documents: Int[Array, "B S"]  # Number of each token's document in its sequence, from 0.
+
+    def in_float32(self) -> "Tokens":
+        """Returns the tokens with all but the documents in float32."""
+        floats = jax.tree.map(lambda x: x.astype(jnp.float32), self)
+        return floats._replace(documents=self.documents)
+
+
+Results = tuple[Float32[Array, "B S H V"], Float32[Array, "B H K V"]]
+
+
 def delta_rule(
-    q: Float[Array, "B S H K"],
-    k: Float[Array, "B S H K"],
-    v: Float[Array, "B S H V"],
-    log_decay: Float32[Array, "B S H A"],
-    beta: Float32[Array, "B S H"],
-    documents: Int[Array, "B S"],
-    state: Float32[Array, "B H K V"] | None = None,
-    *,
-    corrected: bool = True,
-) -> tuple[Float32[Array, "B S H V"], Float32[Array, "B H K V"]]:
+    tokens: Tokens, state: Float32[Array, "B H K V"] | None = None, *, corrected: bool = True
+) -> Results:
     """Returns (outputs, state after the last token), sharded over the current mesh.
 
     Args:
-        q: Queries.
-        k: Keys, of length 1 or less.
-        v: Values.
-        log_decay: Logarithm of a_t, 0 or less; 0 for padding.
-        beta: b_t; 0 for padding.
-        documents: Number of each token's document in its sequence, from 0.
+        tokens: The tokens.
         state: State before the first token, of document 0; None for zeros.
         corrected: Whether a token writes what its value differs by from that of the state.
 
     Raises:
         SplitError: If the mesh splits sequences, or does not divide the batch or the heads.
     """
+    batch, length, heads, key_dim = tokens.k.shape
     if state is None:
-        state = jnp.zeros((len(q), *q.shape[2:], v.shape[-1]), jnp.float32)
-    arrays = (q, k, v, log_decay, beta, documents, state)
-    compute = functools.partial(sequential if q.shape[1] == 1 else chunked, corrected=corrected)
+        state = jnp.zeros((batch, heads, key_dim, tokens.v.shape[-1]), jnp.float32)
+    compute = functools.partial(sequential if length == 1 else chunked, corrected=corrected)
     mesh = sharding.current_mesh()
     if mesh is None or mesh.size == 1:
-        return compute(*arrays)
+        return compute(tokens, state)
     shape = dict(mesh.shape)
-    if split := sharding.mesh_axes("sequence", shape):
+    if ring := sharding.mesh_axes("sequence", shape):
         raise sharding.SplitError(
             f"The delta rule passes its state from token to token, but the mesh splits sequences "
-            f"over {', '.join(f'{axis}={shape[axis]}' for axis in split)}; set that axis to 1, and "
+            f"over {', '.join(f'{axis}={shape[axis]}' for axis in ring)}; set that axis to 1, and "
             "split the batch or the heads instead (fsdp, model)."
         )
     axes = ("batch", None, "activation_heads", None)
-    tokens = sharding.partition_spec(axes, shape, shape=v.shape, array="values of the delta rule")
-    batch, _, heads, _ = tokens
+    split = sharding.partition_spec(axes, shape, shape=tokens.v.shape, array="the delta rule")
+    of_batch, _, of_heads, _ = split
     used = tuple(a for name in axes if name for a in sharding.mesh_axes(name, shape))
 
-    def local(arrays: tuple[Any, ...]) -> tuple[Array, Array]:
+    def local(arrays: tuple[Tokens, Array]) -> Results:
         return compute(*vary(arrays, used))
 
     P = jax.sharding.PartitionSpec
-    states = P(batch, heads, None, None)
-    in_specs = (*(tokens,) * 4, P(batch, None, heads), P(batch, None), states)
-    return jax.shard_map(local, in_specs=(in_specs,), out_specs=(tokens, states))(arrays)
+    of_state = P(of_batch, of_heads, None, None)
+    of_tokens = Tokens._make([*(split,) * 4, P(of_batch, None, of_heads), P(of_batch, None)])
+    specs = (of_tokens, of_state)
+    return jax.shard_map(local, in_specs=(specs,), out_specs=(split, of_state))((tokens, state))
 
 
 def sequential(
-    q: Float[Array, "B S H K"],
-    k: Float[Array, "B S H K"],
-    v: Float[Array, "B S H V"],
-    log_decay: Float32[Array, "B S H A"],
-    beta: Float32[Array, "B S H"],
-    documents: Int[Array, "B S"],
-    state: Float32[Array, "B H K V"],
-    *,
-    corrected: bool = True,
-) -> tuple[Float32[Array, "B S H V"], Float32[Array, "B H K V"]]:
+    tokens: Tokens, state: Float32[Array, "B H K V"], *, corrected: bool = True
+) -> Results:
     """Returns the results of `delta_rule` on one device, token by token."""
-    begins = jnp.diff(documents, axis=1, prepend=0) > 0
+    begins = jnp.diff(tokens.documents, axis=1, prepend=0)
 
-    def step(state: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
+    def step(state: Array, token: Tokens) -> tuple[Array, Array]:
         q, k, v, log_decay, beta, begins = token
-        state = jnp.where(begins[:, None, None, None], 0.0, state)
+        state = jnp.where(begins[:, None, None, None] > 0, 0.0, state)
         state = state * jnp.exp(log_decay)[..., None]
         new = v - jnp.sum(state * k[..., None], axis=-2) if corrected else v
         state = state + (beta[..., None] * k)[..., None] * new[..., None, :]
         return state, jnp.sum(state * q[..., None], axis=-2)
 
-    floats = (x.astype(jnp.float32) for x in (q, k, v, log_decay, beta))
-    tokens = jax.tree.map(lambda x: x.swapaxes(0, 1), (*floats, begins))
+    tokens = tokens._replace(documents=begins).in_float32()
+    tokens = jax.tree.map(lambda x: x.swapaxes(0, 1), tokens)
     state, tokens = align(state, tokens)
     state, outputs = jax.lax.scan(step, state, tokens)
     return outputs.swapaxes(0, 1), state
 
 
 def chunked(
-    q: Float[Array, "B S H K"],
-    k: Float[Array, "B S H K"],
-    v: Float[Array, "B S H V"],
-    log_decay: Float32[Array, "B S H A"],
-    beta: Float32[Array, "B S H"],
-    documents: Int[Array, "B S"],
-    state: Float32[Array, "B H K V"],
-    *,
-    corrected: bool = True,
-) -> tuple[Float32[Array, "B S H V"], Float32[Array, "B H K V"]]:
+    tokens: Tokens, state: Float32[Array, "B H K V"], *, corrected: bool = True
+) -> Results:
     """Returns the results of `delta_rule` on one device, chunk by chunk.
 
     The backward pass saves the state before each group of chunks, and recomputes the group.
     """
-    batch, length, heads, _ = q.shape
+    batch, length, heads, dim = tokens.v.shape
     num_chunks = -(-length // _CHUNK)
     num_groups = -(-num_chunks // _GROUP)
     groups = num_groups, -(-num_chunks // num_groups)
@@ -146,8 +137,8 @@ def chunked(
         x = x.reshape(batch, *groups, _CHUNK, *x.shape[2:])
         return jnp.moveaxis(x, 0, 2)  # [groups, N, B, C, ...]
 
-    floats = (x.astype(jnp.float32) for x in (q, k, v, log_decay, beta[..., None]))
-    chunks = [split(x).swapaxes(3, 4) for x in floats]  # [groups, N, B, H, C, ...]
+    *floats, beta, documents = tokens.in_float32()
+    chunks = [split(x).swapaxes(3, 4) for x in (*floats, beta[..., None])]
     documents = split(documents, mode="edge")[:, :, :, None]  # [groups, N, B, 1, C]
     ends = documents[..., -1].reshape(math.prod(groups), batch)
     before = jnp.pad(ends[:-1], ((1, 0), (0, 0))).reshape(*groups, batch, 1)
@@ -155,7 +146,7 @@ def chunked(
     group = jax.checkpoint(functools.partial(_group, corrected=corrected))
     state, outputs = jax.lax.scan(group, state, arrays)
     outputs = jnp.moveaxis(outputs.swapaxes(3, 4), 2, 0)  # [B, groups, N, C, H, V]
-    return outputs.reshape(batch, -1, heads, v.shape[-1])[:, :length], state
+    return outputs.reshape(batch, -1, heads, dim)[:, :length], state
 
 
 def _group(

@@ -30,9 +30,7 @@ def documents_of(segment_ids: Int[Array, "B S"] | None, shape: tuple[int, ...]) 
     if segment_ids is None:
         return Documents(jnp.zeros(shape, jnp.int32), jnp.ones(shape, bool))
     valid = segment_ids > 0
-    index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None], shape)
-    newest = jax.lax.cummax(jnp.where(valid, index, 0), axis=1)  # Last token that is no padding.
-    filled = jnp.take_along_axis(segment_ids, newest, axis=1)
+    filled = jax.lax.associative_scan(lambda a, b: jnp.where(b > 0, b, a), segment_ids, axis=1)
     before = jnp.pad(filled[:, :-1], ((0, 0), (1, 0)))  # 0 where no token came before.
     begins = (filled != before) & (before > 0)
     return Documents(jnp.cumsum(begins, axis=1, dtype=jnp.int32), valid)

@@ -13,7 +13,7 @@ from moelib.core.param import ParameterSpec
 from moelib.layers import initializers
 from moelib.layers.base import BaseLayer, bias_spec, weight_spec
 from moelib.layers.mixers.convolution import CausalConvolution
-from moelib.layers.mixers.delta_rule import delta_rule
+from moelib.layers.mixers.delta_rule import Tokens, delta_rule
 from moelib.layers.mixers.documents import documents_of
 from moelib.layers.norm import RMSNorm
 from moelib.layers.quantization import project
@@ -120,11 +120,8 @@ class Mamba2(BaseLayer):
         step = jnp.where(documents.valid[..., None], step, 0.0)  # [B, S, H]
         log_decay = -jnp.exp(params["log_decay_rate"])[None, None] * step
         state = self.cache["state"] if self.cache is not None and x.shape[1] == 1 else None
-        out, state = delta_rule(
-            *(bc[:, :, 1], bc[:, :, 0], u),
-            *(log_decay[..., None], step, documents.number, state),
-            corrected=False,
-        )
+        tokens = Tokens(bc[:, :, 1], bc[:, :, 0], u, log_decay[..., None], step, documents.number)
+        out, state = delta_rule(tokens, state, corrected=False)
         if self.cache is not None:
             self.put_cache(state=state)
         out = out + params["skip"][None, None, :, None] * u.astype(jnp.float32)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moelib.layers.mixers.delta_rule import chunked, delta_rule, sequential
+from moelib.layers.mixers.delta_rule import Tokens, chunked, delta_rule, sequential
 from moelib.layers.mixers.documents import documents_of
 from moelib.parallel.sharding import SplitError
 from tests import tiny
@@ -49,7 +49,7 @@ def differentiated(rule, floats, documents, state):
     """Returns (outputs, state after the last token) and all gradients of a scalar of both."""
 
     def loss(floats, state):
-        out, after = rule(*floats, documents, state)
+        out, after = rule(Tokens(*floats, documents=documents), state)
         return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(after)), (out, after)
 
     grads, results = jax.grad(loss, argnums=(0, 1), has_aux=True)(floats, state)
@@ -60,7 +60,7 @@ def differentiated(rule, floats, documents, state):
 @pytest.mark.parametrize("length", [1, 65])
 def test_token_by_token_equals_a_loop_in_float64(length, num_decays):
     floats, documents, state, ids = inputs(length, num_decays)
-    out, after = jax.jit(sequential)(*floats, documents, state)
+    out, after = jax.jit(sequential)(Tokens(*floats, documents=documents), state)
     want, want_after = oracle.delta_rule(*floats, segment_ids=ids, state=state)
     np.testing.assert_allclose(np.where(ids[..., None, None] > 0, out, 0), want, atol=2e-6)
     np.testing.assert_allclose(after, want_after, atol=2e-6)
@@ -103,7 +103,7 @@ def test_equal_keys_without_decay_are_inverted_exactly():
     q, k, v, log_decay, beta = floats
     k = jnp.broadcast_to(k[:, :1], k.shape)  # Each write replaces the one before it.
     arguments = q, k, v, 0 * log_decay, jnp.ones_like(beta)
-    out, after = jax.jit(chunked)(*arguments, documents, state)
+    out, after = jax.jit(chunked)(Tokens(*arguments, documents=documents), state)
     want, want_after = oracle.delta_rule(*arguments, segment_ids=ids, state=state)
     np.testing.assert_allclose(out, want, atol=5e-6)
     np.testing.assert_allclose(after, want_after, atol=5e-6)
@@ -126,7 +126,7 @@ def test_a_mesh_gives_the_numbers_of_one_device(axes):
 def test_a_mesh_that_splits_sequences_is_refused():
     floats, documents, state, _ = inputs(64, packed=False)
     with jax.set_mesh(tiny.mesh(seq=2)), pytest.raises(SplitError, match=r"seq=2.*set that axis"):
-        jax.eval_shape(delta_rule, *floats, documents, state)
+        jax.eval_shape(delta_rule, Tokens(*floats, documents=documents), state)
 
 
 def test_documents_are_numbered_and_padding_belongs_to_the_one_before():

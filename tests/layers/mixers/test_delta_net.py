@@ -1,4 +1,4 @@
-"""Gated DeltaNet against its formulas in float64, and its properties."""
+"""Gated DeltaNet and Kimi Delta Attention against their formulas in float64, and properties."""
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ import pytest
 from moelib.core.config import config_for_function
 from moelib.layers import initializers
 from moelib.layers.mixers.gated_delta_net import GatedDeltaNet
+from moelib.layers.mixers.kimi_delta_attention import KimiDeltaAttention
 from tests.layers.calling import build, call, float64, initial, normal
 from tests.oracles.delta_rule import delta_rule
 
@@ -17,16 +18,22 @@ POSITIONS = np.broadcast_to(np.arange(S, dtype=np.int32), (2, S))
 SEGMENTS = np.array([[1, 1, 1, 1, 2, 2, 2, 0, 0], [1, 2, 2, 2, 2, 2, 2, 2, 3]], np.int32)
 
 
-def layer_of(**fields):
+def layer_of(kind=GatedDeltaNet, **fields):
     sizes = {"num_value_heads": H, "num_key_heads": G, "key_head_dim": K, "value_head_dim": V}
     init = config_for_function(initializers.normal).set(std=0.7)
-    return build(
-        GatedDeltaNet.default_config(), input_dim=D, param_init=init, **{**sizes, **fields}
-    )
+    return build(kind.default_config(), input_dim=D, param_init=init, **{**sizes, **fields})
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
 
 
 def silu(x):
-    return x / (1 + np.exp(-x))
+    return x * sigmoid(x)
+
+
+def low_rank(x, p, name):
+    return np.einsum("bsr,rhk->bshk", x @ p[f"{name}_down"], p[f"{name}_up"])
 
 
 def convolved(x, weight, segment_ids):
@@ -46,17 +53,28 @@ def by_hand(params, segment_ids):
     v = convolved(np.einsum("bsd,dhv->bshv", x, p["v"]), p["v_conv"]["weight"], segment_ids)
     qk = qk / np.sqrt(np.sum(qk**2, -1, keepdims=True) + 1e-6)
     qk = qk[:, :, :, np.arange(H) // (H // qk.shape[3])]
-    beta = 1 / (1 + np.exp(-(x @ p["beta"])))
-    decay = -np.exp(p["log_decay_rate"]) * np.log1p(np.exp(x @ p["decay"] + p["decay_bias"]))
+    if "decay_up" in p:
+        decay, gate = low_rank(x, p, "decay"), sigmoid(low_rank(x, p, "gate"))
+    else:
+        decay, gate = x @ p["decay"], silu(np.einsum("bsd,dhv->bshv", x, p["gate"]))
+    decay = np.log1p(np.exp(decay + p["decay_bias"])).reshape(2, S, H, -1)
+    decay = -np.exp(p["log_decay_rate"])[:, None] * decay
     q, k = qk[:, :, 0] / np.sqrt(K), qk[:, :, 1]
-    out, _ = delta_rule(q, k, v, decay[..., None], beta, segment_ids)
+    out, _ = delta_rule(q, k, v, decay, sigmoid(x @ p["beta"]), segment_ids)
     out = out / np.sqrt(np.mean(out**2, -1, keepdims=True) + 1e-6) * p["norm"]["scale"]
-    out = out * silu(np.einsum("bsd,dhv->bshv", x, p["gate"]))
-    return np.einsum("bshv,hvd->bsd", out, p["output"])
+    return np.einsum("bshv,hvd->bsd", out * gate, p["output"])
 
 
 @pytest.mark.parametrize("segment_ids", [None, SEGMENTS], ids=["whole", "packed"])
-@pytest.mark.parametrize("fields", [{}, {"num_key_heads": None, "conv_width": 2}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"num_key_heads": None, "conv_width": 2},
+        {"kind": KimiDeltaAttention, "low_rank_dim": 3},
+    ],
+    ids=str,
+)
 def test_the_output_is_that_of_the_formulas(fields, segment_ids):
     layer = layer_of(**fields)
     params = initial(layer)
@@ -70,6 +88,14 @@ def test_parameters_and_flops_are_counted_by_hand():
     layer = layer_of()
     matrices = 2 * D * G * K + 3 * D * H * V + 2 * D * H
     assert layer.active_parameters() == matrices + 2 * H + V + 4 * (2 * G * K + H * V)
+    assert layer.forward_flops_per_token(S) == 2 * matrices + 3 * 2 * H * K * V
+
+
+def test_parameters_of_kimi_delta_attention_are_counted_by_hand():
+    layer = layer_of(KimiDeltaAttention)
+    low_rank = 2 * D * V + V * H * (K + V)
+    matrices = 2 * D * G * K + 2 * D * H * V + D * H + low_rank
+    assert layer.active_parameters() == matrices + H + H * K + V + 4 * (2 * G * K + H * V)
     assert layer.forward_flops_per_token(S) == 2 * matrices + 3 * 2 * H * K * V
 
 
