@@ -57,9 +57,7 @@ _KINDS = {
     **_integer(0, _MAX_LAYERS).names(
         "first_k_dense_replace max_window_layers n_shared_experts? num_nextn_predict_layers"
     ),
-    **_integer(0, _MAX_SIZE).names(
-        "num_local_experts qk_nope_head_dim shared_intermediate_size"
-    ),
+    **_integer(0, _MAX_SIZE).names("num_local_experts qk_nope_head_dim shared_intermediate_size"),
     **_integer(1, _MAX_SIZE).names(
         "head_dim? hidden_size intermediate_size kv_lora_rank max_position_embeddings? "
         "moe_intermediate_size n_group? n_routed_experts num_attention_heads num_experts "

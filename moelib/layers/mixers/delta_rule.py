@@ -119,9 +119,7 @@ def sequential(
     return outputs.swapaxes(0, 1), state
 
 
-def chunked(
-    tokens: Tokens, state: Float32[Array, "B H K V"], *, corrected: bool = True
-) -> Results:
+def chunked(tokens: Tokens, state: Float32[Array, "B H K V"], *, corrected: bool = True) -> Results:
     """Returns the results of `delta_rule` on one device, chunk by chunk.
 
     The backward pass saves the state before each group of chunks, and recomputes the group.

@@ -7,7 +7,7 @@ from moelib.core.config import config_for_function
 from moelib.layers import initializers
 from moelib.layers.mixers.mamba2 import Mamba2
 from tests.layers.calling import build, call, float64, initial, normal
-from tests.layers.mixers.test_gated_delta_net import POSITIONS, SEGMENTS, convolved, silu
+from tests.layers.mixers.test_delta_net import POSITIONS, SEGMENTS, convolved, silu
 from tests.oracles.delta_rule import delta_rule
 
 D, H, G, N, P, S = 8, 4, 2, 6, 5, 9
