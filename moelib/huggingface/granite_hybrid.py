@@ -81,9 +81,7 @@ def mamba_table(mixer: Mamba2.Config, prefix: str) -> Table:
 def _model(settings: Settings) -> CausalLM.Config:
     positions = settings.take("position_embedding_type", None) or "nope"
     rotated = settings.lookup("position_embedding_type", positions, {"rope": True, "nope": False})
-    rope = {} if rotated else {"rope": None}
-    if not rotated:
-        settings.skip("rope_parameters", "rope_theta", "rope_scaling")
+    rope = blocks.rope(settings)
     fields = {field: settings.take(name) for field, name in _MAMBA.items()}
     settings.expect(mamba_proj_bias=False)
     settings.skip("mamba_chunk_size")  # Of the computation.
@@ -97,7 +95,7 @@ def _model(settings: Settings) -> CausalLM.Config:
     mamba = Mamba2.default_config().set(head_dim=head_dim, norm=norm, **fields)
     kinds = settings.take("layer_types", None) or [_LINEAR] * settings.take("num_hidden_layers")
     settings.expect(num_hidden_layers=len(kinds))
-    attention = granite.attention_of(settings, **rope)
+    attention = granite.attention_of(settings, rope=rope if rotated else None)
     known = {_LINEAR: mamba, "mamba": mamba, blocks.FULL: attention, "attention": attention}
     mixers = [settings.lookup("layer_types", kind, known) for kind in kinds]
     if settings.take(_EXPERTS):
