@@ -10,7 +10,7 @@ from typing import Any
 
 from moelib.core.errors import UserError
 from moelib.huggingface import blocks
-from moelib.huggingface.deepseek import GLM4_MOE_LITE, KIMI_K2, V2, V3
+from moelib.huggingface.deepseek import GLM4_MOE_LITE, KIMI_K2, MISTRAL4, V2, V3
 from moelib.huggingface.family import Family
 from moelib.huggingface.glm import DOTS1, GLM4_MOE, SOLAR_OPEN
 from moelib.huggingface.gpt_oss import GPT_OSS
@@ -35,7 +35,7 @@ from moelib.models.causal_lm import CausalLM
 # If several families can hold a model, the first one is used.
 FAMILIES = (
     *(LLAMA, QWEN3, MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, QWEN2_MOE_UNGATED, V2, V3, GPT_OSS),
-    *(KIMI_K2, GLM4_MOE_LITE, SOLAR_OPEN, GLM4_MOE, DOTS1, MINIMAX_M2),
+    *(KIMI_K2, GLM4_MOE_LITE, SOLAR_OPEN, GLM4_MOE, DOTS1, MINIMAX_M2, MISTRAL4),
 )
 
 _MAX_NAMED = 5  # Differences listed in an error.

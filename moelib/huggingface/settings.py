@@ -76,7 +76,7 @@ _KINDS = {
         lambda x: type(x) in (int, float) and 1e-12 <= x <= 0.1,
     ).names("rms_norm_eps"),
     **_Kind("a finite number", lambda x: type(x) in (int, float) and abs(x) < 10**9).names(
-        "mscale? mscale_all_dim?"
+        "llama_4_scaling_beta? mscale? mscale_all_dim?"
     ),
     **_Kind(
         "a token id or a list of them",

@@ -198,6 +198,24 @@ FAMILIES = {
             "rotary_dim": 4,
         },
     ),
+    "mistral4": (
+        transformers.Mistral4Config,
+        {
+            **DEEPSEEK,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_hidden_layers": 2,
+            "q_lora_rank": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "pad_token_id": None,  # Its embedding would get no gradient.
+            "rope_parameters": {
+                **YARN,
+                "original_max_position_embeddings": 3,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
     "gpt_oss": (
         transformers.GptOssConfig,
         {
@@ -212,13 +230,25 @@ FAMILIES = {
 }
 
 
+def model_class(config):
+    """Returns the class of language models of a config; the automatic class lacks some."""
+    known = transformers.AutoModelForCausalLM._model_mapping
+    if type(config) in known:
+        return known[type(config)]
+    name = type(config).__name__.removesuffix("Config")
+    kinds = ("ForCausalLM", "ForConditionalGeneration")
+    return next(
+        getattr(transformers, name + kind) for kind in kinds if hasattr(transformers, name + kind)
+    )
+
+
 def build(family, seed=0, **changes):
     """Returns the model in float32, with random weights large enough to matter."""
     config_class, settings = FAMILIES[family]
     settings = settings | changes
     torch.manual_seed(seed)
     config = config_class(**settings, attn_implementation="eager")
-    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    model = model_class(config)._from_config(config).float()
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "inv_freq" in name:

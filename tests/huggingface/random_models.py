@@ -25,7 +25,8 @@ DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
 ORIGINAL = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL}
 PLAIN_YARN = {"rope_type": "yarn", "beta_fast": 4.0, "beta_slow": 1.0, **ORIGINAL}
-ROPES = [DEFAULT, {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, LLAMA3, PLAIN_YARN]
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+ROPES = [DEFAULT, LINEAR, LLAMA3, PLAIN_YARN]
 BOTH = [False, True]
 MODEL = {
     "num_hidden_layers": [2, 3],
@@ -87,6 +88,16 @@ CHOICES = {
         "attention_bias": BOTH,
         "max_window_layers": [0, 1, 2],
         "sliding_window": [None, 3, 5],
+    },
+    "mistral4": {
+        **LATENT,
+        **SHARED,
+        **DENSE,
+        "rope_parameters": [
+            {**rope, "llama_4_scaling_beta": beta, "original_max_position_embeddings": 4}
+            for rope in (LINEAR, LLAMA3, YARN, {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0})
+            for beta in (0.0, 0.1, 0.5)
+        ],
     },
     "minimax_m2": {**GROUPED, "head_dim": [8, 16], "rotary_dim": [2, 4, 8]},
 }
