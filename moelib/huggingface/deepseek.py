@@ -108,7 +108,7 @@ def _v3(settings: Settings) -> CausalLM.Config:
 
 
 def _glm4_moe_lite(settings: Settings) -> CausalLM.Config:
-    settings.expect(rope_interleave=True, first_k_dense_replace=1)
+    settings.expect(rope_interleave=True)
     dense = deepseek_moe.listed_dense(settings, num_dense=1)
     return deepseek_moe.multi_token_model(settings, _attention(settings), dense)
 
@@ -170,26 +170,14 @@ def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
 
 def _v2_settings(cfg: CausalLM.Config) -> dict[str, Any]:
     grouped = blocks.moe_of(cfg).router.num_groups is not None
-    return {
-        **_settings(cfg),
-        **deepseek_moe.first_dense_settings(cfg),
-        "topk_method": "group_limited_greedy" if grouped else "greedy",
-    }
-
-
-def _v3_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    return {
-        **_settings(cfg),
-        **deepseek_moe.first_dense_settings(cfg),
-        **deepseek_moe.multi_token_settings(cfg),
-    }
+    return {**_settings(cfg), "topk_method": "group_limited_greedy" if grouped else "greedy"}
 
 
 def _mistral4_settings(cfg: CausalLM.Config) -> dict[str, Any]:
     layer = blocks.layers_of(cfg.decoder)[0]
     attention = blocks.expect(layer.self_attention, LatentAttention.Config)
     temperature, rotated = attention.temperature, attention.rope_head_dim
-    settings = {**_settings(cfg), **deepseek_moe.first_dense_settings(cfg)}
+    settings = _settings(cfg)
     rope = {_BETA: 0.0, _CONTEXT: _MISTRAL_CONTEXT, **settings["rope_parameters"]}
     rope["partial_rotary_factor"] = rotated / (attention.nope_head_dim + rotated)
     if rope["rope_type"] == "default":
@@ -197,14 +185,6 @@ def _mistral4_settings(cfg: CausalLM.Config) -> dict[str, Any]:
     if temperature is not None:
         rope |= {_BETA: temperature.beta, _CONTEXT: temperature.context}
     return {**settings, **blocks.rope_spellings(rope)}
-
-
-def _glm4_moe_lite_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    return {
-        **_settings(cfg),
-        **deepseek_moe.listed_dense_settings(cfg),
-        **deepseek_moe.multi_token_settings(cfg),
-    }
 
 
 _DEFAULTS = {  # Shared by both versions.
@@ -235,7 +215,7 @@ V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     _v3,
-    _v3_settings,
+    _settings,
     _in_layer,
     defaults={
         **_DEFAULTS,
@@ -255,7 +235,6 @@ GLM4_MOE_LITE = V3._replace(
     model_type="glm4_moe_lite",
     architecture="Glm4MoeLiteForCausalLM",
     model=_glm4_moe_lite,
-    settings=_glm4_moe_lite_settings,
     defaults={
         "kv_lora_rank": 512,
         "max_position_embeddings": 202752,

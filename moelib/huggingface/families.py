@@ -12,7 +12,7 @@ from moelib.core.errors import UserError
 from moelib.huggingface import blocks
 from moelib.huggingface.deepseek import GLM4_MOE_LITE, KIMI_K2, MISTRAL4, V2, V3
 from moelib.huggingface.family import Family
-from moelib.huggingface.glm import DOTS1, GLM4_MOE, SOLAR_OPEN
+from moelib.huggingface.glm import DOTS1, EXAONE_MOE, GLM4_MOE, HY_V3, SOLAR_OPEN
 from moelib.huggingface.gpt_oss import GPT_OSS
 from moelib.huggingface.llama import LLAMA, QWEN3
 from moelib.huggingface.minimax import MINIMAX_M2
@@ -35,7 +35,7 @@ from moelib.models.causal_lm import CausalLM
 # If several families can hold a model, the first one is used.
 FAMILIES = (
     *(LLAMA, QWEN3, MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, QWEN2_MOE_UNGATED, V2, V3, GPT_OSS),
-    *(KIMI_K2, GLM4_MOE_LITE, SOLAR_OPEN, GLM4_MOE, DOTS1, MINIMAX_M2, MISTRAL4),
+    *(KIMI_K2, GLM4_MOE_LITE, SOLAR_OPEN, GLM4_MOE, DOTS1, EXAONE_MOE, HY_V3, MINIMAX_M2, MISTRAL4),
 )
 
 _MAX_NAMED = 5  # Differences listed in an error.
@@ -141,8 +141,9 @@ def settings_of(cfg: CausalLM.Config) -> tuple[Family, dict[str, Any]]:
         if family.written_as is not None:
             continue
         try:
-            settings = family.settings(cfg)
-            found = _computed(family.model(Settings(settings, family.model_type, family.defaults)))
+            reader = Settings(family.settings(cfg), family.model_type, family.defaults, None)
+            found = _computed(family.model(reader))
+            settings = {name: x for name, x in reader.values.items() if name in reader.known}
         except (AttributeError, KeyError, StopIteration, TypeError, ValueError):
             continue  # The family has no such layer.
         heads = settings["num_attention_heads"]

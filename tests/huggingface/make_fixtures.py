@@ -12,6 +12,7 @@ model.safetensors and config.json are as `save_pretrained` writes them; expected
     grad.KEY                               of the loss, for each tensor of model.safetensors
 """
 
+import copy
 import pathlib
 import shutil
 import sys
@@ -187,6 +188,34 @@ FAMILIES = {
             "max_window_layers": 1,
         },
     ),
+    "exaone_moe": (
+        transformers.ExaoneMoeConfig,
+        {
+            **SHAPE,
+            "head_dim": 8,
+            "intermediate_size": 24,
+            "moe_intermediate_size": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+            "sliding_window": 4,
+            "sliding_window_pattern": 2,
+            "pad_token_id": None,  # Its embedding would get no gradient.
+        },
+    ),
+    "hy_v3": (
+        transformers.HYV3Config,
+        {
+            **SHAPE,
+            "num_hidden_layers": 2,
+            "head_dim": 8,
+            "intermediate_size": 24,
+            "moe_intermediate_size": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "mlp_layer_types": ["sparse", "dense"],
+        },
+    ),
     "minimax_m2": (
         transformers.MiniMaxM2Config,
         {
@@ -245,7 +274,7 @@ def model_class(config):
 def build(family, seed=0, **changes):
     """Returns the model in float32, with random weights large enough to matter."""
     config_class, settings = FAMILIES[family]
-    settings = settings | changes
+    settings = copy.deepcopy(settings | changes)  # transformers adds to what it is given.
     torch.manual_seed(seed)
     config = config_class(**settings, attn_implementation="eager")
     model = model_class(config)._from_config(config).float()

@@ -47,6 +47,7 @@ LATENT = {
     "rope_parameters": [DEFAULT, LLAMA3, YARN, {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}],
     "v_head_dim": [4, 6],
 }
+LISTED = [None, ["sparse", "dense"], ["dense", "sparse"], ["sparse", "sparse"]]
 DENSE = {"first_k_dense_replace": [0, 1, 2]}
 
 
@@ -69,7 +70,7 @@ CHOICES = {
     "glm4_moe_lite": {
         **LATENT,
         **SHARED,
-        "mlp_layer_types": [None, ["sparse", "dense"], ["dense", "sparse"], ["sparse"] * 2],
+        "mlp_layer_types": LISTED,
         "num_hidden_layers": [2],
     },
     "glm4_moe": {
@@ -88,6 +89,22 @@ CHOICES = {
         "attention_bias": BOTH,
         "max_window_layers": [0, 1, 2],
         "sliding_window": [None, 3, 5],
+    },
+    "exaone_moe": {
+        **GROUPED,
+        **DENSE,
+        **{name: values for name, values in SHARED.items() if name != "n_shared_experts"},
+        "num_shared_experts": [1, 2],
+        "sliding_window": [3, 5],
+        "sliding_window_pattern": [2, 3],
+    },
+    "hy_v3": {
+        **GROUPED,
+        "attention_bias": BOTH,
+        "mlp_layer_types": LISTED,
+        "num_hidden_layers": [2],
+        "num_shared_experts": [1, 2],
+        "router_scaling_factor": [1.0, 2.5],
     },
     "mistral4": {
         **LATENT,
