@@ -11,6 +11,7 @@ from typing import Any
 from moelib.core.errors import UserError
 from moelib.huggingface import blocks
 from moelib.huggingface.deepseek import GLM4_MOE_LITE, KIMI_K2, MISTRAL4, V2, V3
+from moelib.huggingface.ernie import ERNIE4_5_MOE
 from moelib.huggingface.family import Family
 from moelib.huggingface.glm import DOTS1, EXAONE_MOE, GLM4_MOE, HY_V3, SOLAR_OPEN
 from moelib.huggingface.gpt_oss import GPT_OSS
@@ -36,6 +37,7 @@ from moelib.models.causal_lm import CausalLM
 FAMILIES = (
     *(LLAMA, QWEN3, MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, QWEN2_MOE_UNGATED, V2, V3, GPT_OSS),
     *(KIMI_K2, GLM4_MOE_LITE, SOLAR_OPEN, GLM4_MOE, DOTS1, EXAONE_MOE, HY_V3, MINIMAX_M2, MISTRAL4),
+    ERNIE4_5_MOE,
 )
 
 _MAX_NAMED = 5  # Differences listed in an error.

@@ -188,6 +188,19 @@ FAMILIES = {
             "max_window_layers": 1,
         },
     ),
+    "ernie4_5_moe": (
+        transformers.Ernie4_5_MoeConfig,
+        {
+            **SHAPE,
+            "head_dim": 8,
+            "intermediate_size": 24,
+            "moe_intermediate_size": 8,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "pad_token_id": None,  # Its embedding would get no gradient.
+        },
+    ),
     "exaone_moe": (
         transformers.ExaoneMoeConfig,
         {

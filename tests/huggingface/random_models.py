@@ -90,6 +90,13 @@ CHOICES = {
         "max_window_layers": [0, 1, 2],
         "sliding_window": [None, 3, 5],
     },
+    "ernie4_5_moe": {
+        **GROUPED,
+        "moe_layer_end_index": [-1, 1],
+        "moe_layer_interval": [1, 2],
+        "moe_layer_start_index": [0, 1],
+        "moe_num_shared_experts": [0, 1, 2],
+    },
     "exaone_moe": {
         **GROUPED,
         **DENSE,
