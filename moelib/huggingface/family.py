@@ -30,5 +30,7 @@ class Family(NamedTuple):
     copies: Callable[[CausalLM.Config], dict[str, str]] = lambda cfg: {}
     # `model_type` of the family that models are written as, if not this one.
     written_as: str | None = None
+    # Function from the name of a tensor of a language model to its name in files of the family.
+    tensor_name: Callable[[str], str] = lambda name: name
     # Whether transformers requires num_attention_heads to divide hidden_size.
     heads_divide_dim: bool = False

@@ -89,7 +89,9 @@ _KINDS = {
     ),
     **_list_of(int, "a list of integers").names("mlp_only_layers?"),
     **_list_of(str, "a list of texts").names("layer_types? mlp_layer_types?"),
-    **_Kind("an object", lambda x: isinstance(x, dict)).names("rope_parameters? rope_scaling?"),
+    **_Kind("an object", lambda x: isinstance(x, dict)).names(
+        "rope_parameters? rope_scaling? text_config"
+    ),
 }
 
 
