@@ -69,7 +69,8 @@ _KINDS = {
         lambda x: type(x) in (int, float) and 1e-30 < x < 1e30,
     ).names(
         "attention_factor? beta_fast? beta_slow? clip_qkv? factor? high_freq_factor? "
-        "low_freq_factor? partial_rotary_factor? rope_theta? routed_scaling_factor"
+        "low_freq_factor? partial_rotary_factor? rope_theta? routed_scaling_factor "
+        "router_scaling_factor"
     ),
     **_Kind(
         "a number from 1e-12 to 0.1",
@@ -87,6 +88,9 @@ _KINDS = {
     **_Kind("true or false", lambda x: type(x) is bool).names(
         "attention_bias norm_topk_prob qkv_bias tie_word_embeddings truncate? use_qk_norm"
     ),
+    **_Kind(
+        "an integer above 0 or a text", lambda x: isinstance(x, str) or (type(x) is int and x > 0)
+    ).names("sliding_window_pattern?"),
     **_list_of(int, "a list of integers").names("mlp_only_layers?"),
     **_list_of(str, "a list of texts").names("layer_types? mlp_layer_types?"),
     **_Kind("an object", lambda x: isinstance(x, dict)).names(

@@ -15,7 +15,10 @@ FAMILIES = sorted(path.name for path in FIXTURES.iterdir())
 
 def read(family, **settings):
     values = json.loads((FIXTURES / family / "config.json").read_text())
-    return read_model({**values, **settings}, "config.json")
+    text = values.get("text_config", values)  # Of a text part.
+    for name, value in settings.items():
+        (values if name in values else text)[name] = value
+    return read_model(values, "config.json")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -61,6 +64,14 @@ def test_a_setting_of_every_family_is_checked(family, name, value, allowed):
         ("gpt_oss", "sliding_window", -8),
         ("gpt_oss", "layer_types", [3]),
         ("olmoe", "clip_qkv", -1.0),
+        ("glm4_moe", "use_qk_norm", 1),
+        ("glm4_moe_lite", "mlp_layer_types", "dense"),
+        ("minimax_m2", "rotary_dim", 0),
+        ("ernie4_5_moe", "moe_k", "2"),
+        ("ernie4_5_moe", "moe_num_shared_experts", -1),
+        ("hy_v3", "router_scaling_factor", 0.0),
+        ("exaone_moe", "sliding_window_pattern", 0),
+        ("qwen3_vl_moe", "text_config", [1]),
     ],
 )
 def test_a_setting_of_a_family_is_checked(family, name, value):
