@@ -60,7 +60,7 @@ def partial(*factors):
 CHOICES = {
     "llama3": {**GROUPED, "attention_bias": BOTH},
     "qwen3": {**GROUPED, "attention_bias": BOTH, "head_dim": [4, 8]},
-    "mixtral": GROUPED,
+    "mixtral": {**GROUPED, "head_dim": [4, 8]},  # transformers scales no positions without it.
     "olmoe": {**GROUPED, "clip_qkv": [None, 0.5], "norm_topk_prob": BOTH},
     "qwen2_moe": {**GROUPED, "norm_topk_prob": BOTH, "mlp_only_layers": [[], [0], [1]]},
     "qwen3_moe": {**GROUPED, "norm_topk_prob": BOTH, "mlp_only_layers": [[], [0], [1]]},
