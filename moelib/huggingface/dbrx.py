@@ -103,6 +103,8 @@ def _model(settings: Settings) -> CausalLM.Config:
 
 def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
     layer = cfg.decoder.block[0]
+    if layer.self_attention.qkv_clip is None:
+        raise ValueError("DBRX cannot run without clip_qkv in transformers.")
     usual = {
         **blocks.attention_settings(cfg),
         **blocks.moe_settings(cfg, *_NAMES),

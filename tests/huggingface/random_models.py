@@ -131,7 +131,7 @@ CHOICES = {
         "attn_config": [
             {"kv_n_heads": n, "clip_qkv": clip, "rope_theta": 1e4}
             for n in (1, 2, 4)
-            for clip in (None, 0.5, 8)
+            for clip in (0.5, 1.5, 8)
         ],
         "ffn_config": [
             {
