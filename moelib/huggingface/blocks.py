@@ -325,22 +325,33 @@ def feed_forward(hidden_dim: int) -> FeedForward.Config:
     return FeedForward.default_config().set(hidden_dim=hidden_dim, activation=Activation.SWIGLU)
 
 
-def moe(settings: Settings, num_experts: str, hidden_dim: str, **fields: Any) -> MoELayer.Config:
-    """Returns an MoE layer from `num_experts_per_tok` and the settings of these two names."""
+_PER_TOKEN = "num_experts_per_tok"
+
+
+def moe(
+    settings: Settings,
+    num_experts: str,
+    hidden_dim: str,
+    per_token: str = _PER_TOKEN,
+    **fields: Any,
+) -> MoELayer.Config:
+    """Returns an MoE layer from the settings of these three names."""
     cfg = MoELayer.default_config().set(
         num_experts=settings.take(num_experts),
-        num_experts_per_token=settings.take("num_experts_per_tok"),
+        num_experts_per_token=settings.take(per_token),
         hidden_dim=settings.take(hidden_dim),
     )
     return cfg.set(**fields)
 
 
-def moe_settings(cfg: CausalLM.Config, num_experts: str, hidden_dim: str) -> dict[str, Any]:
+def moe_settings(
+    cfg: CausalLM.Config, num_experts: str, hidden_dim: str, per_token: str = _PER_TOKEN
+) -> dict[str, Any]:
     """Returns the settings that `moe` reads."""
     found = moe_of(cfg)
     return {
         num_experts: found.num_experts,
-        "num_experts_per_tok": found.num_experts_per_token,
+        per_token: found.num_experts_per_token,
         hidden_dim: found.hidden_dim,
     }
 

@@ -82,6 +82,7 @@ def _usual(settings: Settings) -> Settings:
         if group == "ffn_config":
             found.pop("hidden_size", None)  # That of the model, which transformers sets.
         values |= {names.get(name, name): x for name, x in found.items()}
+    settings.skip(*settings.values)  # Those inside are checked.
     return settings.inner(values)
 
 

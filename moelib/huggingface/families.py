@@ -11,10 +11,11 @@ from typing import Any
 from moelib.core.errors import UserError
 from moelib.huggingface import blocks
 from moelib.huggingface.dbrx import DBRX
-from moelib.huggingface.deepseek import GLM4_MOE_LITE, KIMI_K2, V2, V3
+from moelib.huggingface.deepseek import GLM4_MOE_LITE, KIMI_K2, MISTRAL4, V2, V3
 from moelib.huggingface.dense import MISTRAL, QWEN2, SMOLLM3
+from moelib.huggingface.ernie import ERNIE4_5_MOE
 from moelib.huggingface.family import Family
-from moelib.huggingface.glm import DOTS1, GLM4_MOE, SOLAR_OPEN
+from moelib.huggingface.glm import DOTS1, EXAONE_MOE, GLM4_MOE, HY_V3, SOLAR_OPEN
 from moelib.huggingface.gpt_oss import GPT_OSS
 from moelib.huggingface.granite import GRANITE, GRANITEMOE, GRANITEMOESHARED
 from moelib.huggingface.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
@@ -41,8 +42,8 @@ from moelib.models.causal_lm import CausalLM
 FAMILIES = (
     *(LLAMA, QWEN3, QWEN2, MISTRAL, SMOLLM3, OLMO2, OLMO3, GRANITE, HUNYUAN_DENSE),
     *(MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, QWEN2_MOE_UNGATED, V2, V3, GPT_OSS),
-    *(KIMI_K2, GLM4_MOE_LITE, SOLAR_OPEN, GLM4_MOE, DOTS1, MINIMAX_M2),
-    *(FLEX_OLMO, GRANITEMOE, GRANITEMOESHARED, HUNYUAN_MOE, DBRX),
+    *(KIMI_K2, GLM4_MOE_LITE, SOLAR_OPEN, GLM4_MOE, DOTS1, EXAONE_MOE, HY_V3, MINIMAX_M2, MISTRAL4),
+    *(ERNIE4_5_MOE, FLEX_OLMO, GRANITEMOE, GRANITEMOESHARED, HUNYUAN_MOE, DBRX),
 )
 
 _MAX_NAMED = 5  # Differences listed in an error.
@@ -148,8 +149,9 @@ def settings_of(cfg: CausalLM.Config) -> tuple[Family, dict[str, Any]]:
         if family.written_as is not None:
             continue
         try:
-            settings = family.settings(cfg)
-            found = _computed(family.model(Settings(settings, family.model_type, family.defaults)))
+            reader = Settings(family.settings(cfg), family.model_type, family.defaults, None)
+            found = _computed(family.model(reader))
+            settings = {name: x for name, x in reader.values.items() if name in reader.known}
         except (AttributeError, KeyError, StopIteration, TypeError, ValueError):
             continue  # The family has no such layer.
         if found != wanted:

@@ -16,7 +16,8 @@ class Family(NamedTuple):
     architecture: str  # Name of its class in transformers.
     # Function from the settings of a config.json to a model config.
     model: Callable[[Settings], CausalLM.Config]
-    # Function from a model config to settings, from which `model` gives it again.
+    # Function from a model config to settings, from which `model` gives it again. Those that it
+    # does not read are not written.
     settings: Callable[[CausalLM.Config], dict[str, Any]]
     # Function from a model config to the tensors of a layer; a layer need not have all.
     in_layer: Callable[[CausalLM.Config], Table]

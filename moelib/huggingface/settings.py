@@ -55,16 +55,16 @@ _KINDS = {
         "decoder_sparse_step no_rope_layer_interval num_hidden_layers"
     ),
     **_integer(0, _MAX_LAYERS).names(
-        "first_k_dense_replace max_window_layers n_shared_experts? num_nextn_predict_layers"
+        "first_k_dense_replace max_window_layers moe_num_shared_experts num_nextn_predict_layers"
     ),
     **_integer(0, _MAX_SIZE).names("qk_nope_head_dim shared_intermediate_size"),
     **_integer(1, _MAX_SIZE).names(
         "head_dim? hidden_size intermediate_size kv_lora_rank max_position_embeddings? "
-        "moe_intermediate_size n_group? n_routed_experts num_attention_heads num_experts "
-        "num_experts_per_tok num_key_value_heads? num_local_experts "
-        "original_max_position_embeddings? q_lora_rank? qk_rope_head_dim "
-        "rotary_dim? "
-        "shared_expert_intermediate_size sliding_window? topk_group? v_head_dim vocab_size"
+        "moe_intermediate_size moe_k moe_num_experts n_group? n_routed_experts n_shared_experts? "
+        "num_attention_heads num_experts num_experts_per_tok num_key_value_heads? "
+        "num_local_experts num_shared_experts original_max_position_embeddings? q_lora_rank? "
+        "qk_rope_head_dim rotary_dim? shared_expert_intermediate_size sliding_window? topk_group? "
+        "v_head_dim vocab_size"
     ),
     **_Kind(
         "a number above 0, from 1e-30 to 1e30",
@@ -79,7 +79,7 @@ _KINDS = {
         lambda x: type(x) in (int, float) and 1e-12 <= x <= 0.1,
     ).names("rms_norm_eps"),
     **_Kind("a finite number", lambda x: type(x) in (int, float) and abs(x) < 10**9).names(
-        "mscale? mscale_all_dim?"
+        "llama_4_scaling_beta? mscale? mscale_all_dim?"
     ),
     **_Kind(
         "a token id or a list of them",
@@ -113,7 +113,13 @@ def check_setting(name: str, value: Any, source: str) -> None:
 
 
 class Settings:
-    """The settings of a config.json, read one by one; `finish` refuses those never read."""
+    """The settings of a config.json, read one by one; `finish` refuses those never read.
+
+    Attributes:
+        values: The settings by name.
+        source: Name of the file, for errors.
+        known: Names that were read, or that change no logits.
+    """
 
     def __init__(
         self,
@@ -131,11 +137,15 @@ class Settings:
         absent = self._ignored or set()
         self.values = {name: x for name, x in values.items() if name not in absent}
         self.source, self._defaults = source, defaults or {}
-        self._unread = set() if self._ignored is None else set(self.values) - _NEUTRAL
+        self.known: set[str] = set(_NEUTRAL)
 
     def inner(self, values: Mapping[str, Any]) -> "Settings":
         """Returns other settings of the same file, with the same defaults and ignored names."""
         return Settings(values, self.source, self._defaults, self._ignored)
+
+    def nested(self, name: str, **changes: Any) -> "Settings":
+        """Returns the settings of a setting that is an object, with changes to them."""
+        return self.inner({**self.take(name), **changes})
 
     def take(self, name: str, default: Any = _REQUIRED) -> Any:
         """Returns a setting.
@@ -143,7 +153,7 @@ class Settings:
         Raises:
             UserError: If it has the wrong type or range, or is absent without a default.
         """
-        self._unread.discard(name)
+        self.known.add(name)
         if name in self.values:
             check_setting(name, self.values[name], self.source)
             return self.values[name]
@@ -174,16 +184,15 @@ class Settings:
 
     def skip(self, *names: str) -> None:
         """Marks settings as read that follow from others."""
-        self._unread -= set(names)
+        self.known |= set(names)
 
     def finish(self) -> None:
         """Raises UserError if a setting was never read."""
-        if self._unread:
-            unread = ", ".join(
-                f"{name}={shortened(self.values[name])}" for name in sorted(self._unread)
-            )
-            names = ",".join(sorted(self._unread))
+        unread = [] if self._ignored is None else sorted(self.values.keys() - self.known)
+        if unread:
+            names = ",".join(unread)
+            settings = ", ".join(f"{name}={shortened(self.values[name])}" for name in unread)
             raise UserError(
-                f"{self.source}: unsupported settings: {unread}. If they change nothing, pass "
+                f"{self.source}: unsupported settings: {settings}. If they change nothing, pass "
                 f"--ignore_settings={names}."
             )

@@ -123,7 +123,7 @@ def part_shape(mapping: TensorMapping, shape: Sequence[int]) -> tuple[int, ...]:
 def tensor_shape(mapping: TensorMapping, shape: Sequence[int]) -> tuple[int, ...]:
     """Returns the shape of the tensor (its `rows`) for a parameter of the given shape."""
     left, right = mapping.part.view.split(" -> ")
-    sizes = dict(zip(right.split(), part_shape(mapping, shape), strict=True))
+    sizes = {"1": 1, **dict(zip(right.split(), part_shape(mapping, shape), strict=True))}
     groups = re.findall(r"\(([^)]*)\)|(\S+)", left)
     return tuple(
         math.prod(sizes[n] for n in group.split()) if group else sizes[single]

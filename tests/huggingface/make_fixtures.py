@@ -12,6 +12,7 @@ model.safetensors and config.json are as `save_pretrained` writes them; expected
     grad.KEY                               of the loss, for each tensor of model.safetensors
 """
 
+import copy
 import pathlib
 import shutil
 import sys
@@ -314,6 +315,47 @@ FAMILIES = {
             "max_window_layers": 1,
         },
     ),
+    "ernie4_5_moe": (
+        transformers.Ernie4_5_MoeConfig,
+        {
+            **SHAPE,
+            "head_dim": 8,
+            "intermediate_size": 24,
+            "moe_intermediate_size": 8,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "pad_token_id": None,  # Its embedding would get no gradient.
+        },
+    ),
+    "exaone_moe": (
+        transformers.ExaoneMoeConfig,
+        {
+            **SHAPE,
+            "head_dim": 8,
+            "intermediate_size": 24,
+            "moe_intermediate_size": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+            "sliding_window": 4,
+            "sliding_window_pattern": 2,
+            "pad_token_id": None,  # Its embedding would get no gradient.
+        },
+    ),
+    "hy_v3": (
+        transformers.HYV3Config,
+        {
+            **SHAPE,
+            "num_hidden_layers": 2,
+            "head_dim": 8,
+            "intermediate_size": 24,
+            "moe_intermediate_size": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "mlp_layer_types": ["sparse", "dense"],
+        },
+    ),
     "minimax_m2": (
         transformers.MiniMaxM2Config,
         {
@@ -323,6 +365,24 @@ FAMILIES = {
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "rotary_dim": 4,
+        },
+    ),
+    "mistral4": (
+        transformers.Mistral4Config,
+        {
+            **DEEPSEEK,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_hidden_layers": 2,
+            "q_lora_rank": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "pad_token_id": None,  # Its embedding would get no gradient.
+            "rope_parameters": {
+                **YARN,
+                "original_max_position_embeddings": 3,
+                "llama_4_scaling_beta": 0.5,
+            },
         },
     ),
     "gpt_oss": (
@@ -339,13 +399,25 @@ FAMILIES = {
 }
 
 
+def model_class(config):
+    """Returns the class of language models of a config; the automatic class lacks some."""
+    known = transformers.AutoModelForCausalLM._model_mapping
+    if type(config) in known:
+        return known[type(config)]
+    name = type(config).__name__.removesuffix("Config")
+    kinds = ("ForCausalLM", "ForConditionalGeneration")
+    return next(
+        getattr(transformers, name + kind) for kind in kinds if hasattr(transformers, name + kind)
+    )
+
+
 def build(family, seed=0, **changes):
     """Returns the model in float32, with random weights large enough to matter."""
     config_class, settings = FAMILIES[family]
-    settings = settings | changes
+    settings = copy.deepcopy(settings | changes)  # transformers adds to what it is given.
     torch.manual_seed(seed)
     config = config_class(**settings, attn_implementation="eager")
-    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    model = model_class(config)._from_config(config).float()
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "inv_freq" in name:

@@ -25,7 +25,8 @@ DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
 ORIGINAL = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL}
 PLAIN_YARN = {"rope_type": "yarn", "beta_fast": 4.0, "beta_slow": 1.0, **ORIGINAL}
-ROPES = [DEFAULT, {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, LLAMA3, PLAIN_YARN]
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+ROPES = [DEFAULT, LINEAR, LLAMA3, PLAIN_YARN]
 BOTH = [False, True]
 MODEL = {
     "num_hidden_layers": [2, 3],
@@ -58,6 +59,7 @@ FACTORS = {
 STRETCHED = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 1.0, "alpha": 50.0}
 HUNYUAN = {**GROUPED, "attention_bias": BOTH, "head_dim": [4, 6]}
 HUNYUAN |= {"rope_parameters": [DEFAULT, STRETCHED, {**STRETCHED, "alpha": 1000.0}]}
+LISTED = [None, ["sparse", "dense"], ["dense", "sparse"], ["sparse", "sparse"]]
 DENSE = {"first_k_dense_replace": [0, 1, 2]}
 
 
@@ -80,7 +82,7 @@ CHOICES = {
     "glm4_moe_lite": {
         **LATENT,
         **SHARED,
-        "mlp_layer_types": [None, ["sparse", "dense"], ["dense", "sparse"], ["sparse"] * 2],
+        "mlp_layer_types": LISTED,
         "num_hidden_layers": [2],
     },
     "glm4_moe": {
@@ -99,6 +101,39 @@ CHOICES = {
         "attention_bias": BOTH,
         "max_window_layers": [0, 1, 2],
         "sliding_window": [None, 3, 5],
+    },
+    "ernie4_5_moe": {
+        **GROUPED,
+        "moe_layer_end_index": [-1, 1],
+        "moe_layer_interval": [1, 2],
+        "moe_layer_start_index": [0, 1],
+        "moe_num_shared_experts": [0, 1, 2],
+    },
+    "exaone_moe": {
+        **GROUPED,
+        **DENSE,
+        **{name: values for name, values in SHARED.items() if name != "n_shared_experts"},
+        "num_shared_experts": [1, 2],
+        "sliding_window": [3, 5],
+        "sliding_window_pattern": [2, 3],
+    },
+    "hy_v3": {
+        **GROUPED,
+        "attention_bias": BOTH,
+        "mlp_layer_types": LISTED,
+        "num_hidden_layers": [2],
+        "num_shared_experts": [1, 2],
+        "router_scaling_factor": [1.0, 2.5],
+    },
+    "mistral4": {
+        **LATENT,
+        **SHARED,
+        **DENSE,
+        "rope_parameters": [
+            {**rope, "llama_4_scaling_beta": beta, "original_max_position_embeddings": 4}
+            for rope in (LINEAR, LLAMA3, YARN, {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0})
+            for beta in (0.0, 0.1, 0.5)
+        ],
     },
     "minimax_m2": {**GROUPED, "head_dim": [8, 16], "rotary_dim": [2, 4, 8]},
     "qwen2": {**GROUPED, **WINDOWED, "max_window_layers": [0, 1, 2], "head_dim": [4, 6]},
@@ -140,7 +175,7 @@ CHOICES = {
                 "moe_top_k": k,
                 "moe_normalize_expert_weights": power,
             }
-            for k in (1, 2, 3)
+            for k in (2, 3)
             for power in (None, 1.0)
         ],
         "rope_parameters": ROPES,
