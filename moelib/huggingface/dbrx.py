@@ -6,7 +6,7 @@ Source: https://www.databricks.com/blog/introducing-dbrx-new-state-art-open-llm.
 from collections.abc import Mapping
 from typing import Any
 
-from moelib.huggingface import blocks
+from moelib.huggingface import blocks, grouped_query
 from moelib.huggingface.family import Family
 from moelib.huggingface.settings import Settings
 from moelib.huggingface.tensor_mapping import Part, Table
@@ -106,12 +106,7 @@ def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
     layer = cfg.decoder.block[0]
     if layer.self_attention.qkv_clip is None:
         raise ValueError("DBRX cannot run without clip_qkv in transformers.")
-    usual = {
-        **blocks.attention_settings(cfg),
-        **blocks.moe_settings(cfg, *_NAMES),
-        **blocks.balance_settings(cfg),
-        "clip_qkv": layer.self_attention.qkv_clip,
-    }
+    usual = grouped_query.settings_of(cfg)
     groups = {
         group: {name: usual[each] for name, each in names.items() if each in usual}
         for group, names in _GROUPS.items()
