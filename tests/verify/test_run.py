@@ -74,7 +74,9 @@ def test_factors_and_norms_of_outputs_pass_every_check(mesh, fields):
     model = model_config(decoder, lm_head=None, logit_divisor=3.0)
     model.embedding.scale = 6.0
     cfg = trainer_config("unused", model=model, max_step=4, evaler=False)
-    report = verify_config(cfg.set(**fields), num_devices=4, meshes=mesh)
+    report = verify_config(
+        cfg.set(**fields), num_devices=4, meshes=mesh, without=["hosts", "bfloat16"]
+    )
     assert report.status is Status.PASSED, report.lines()
 
 
