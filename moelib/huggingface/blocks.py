@@ -398,7 +398,9 @@ def model(settings: Settings, attention: Any, feed_forward: Any, **fields: Any) 
     Raises:
         UserError: If a setting of the file was never read.
     """
-    settings.expect(hidden_act="silu", attention_dropout=0.0)
+    settings.expect(hidden_act="silu")
+    if rate := settings.take("attention_dropout", 0.0):
+        logger.warning("%s: attention_dropout=%s has no effect in moelib.", settings.source, rate)
     total = settings.take("num_hidden_layers")
     each = (x if isinstance(x, list) else [x] * total for x in (attention, feed_forward))
     last = fields.get("norm") or fields.get("output_norm") or norm(settings)

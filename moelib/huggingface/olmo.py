@@ -43,19 +43,19 @@ def _ropes(settings: Settings) -> dict[bool, RotaryEmbedding.Config]:
     """Returns the rotary embeddings of layers without a window (False) and with one (True).
 
     transformers 5 writes one for each kind. In the published files `rope_scaling` is that of layers
-    without a window.
+    without a window, and the others have none.
     """
     found = settings.take("rope_parameters", None) or {}
+    if not found.keys() & {blocks.FULL, blocks.WINDOWED}:
+        found = {blocks.FULL: found}
     for name in found:
         settings.lookup("rope_parameters", name, dict.fromkeys(_KINDS))
-    shared = ("rope_theta", "max_position_embeddings")
-    scaling = {"rope_scaling": settings.take("rope_scaling", None)}
-    ropes = {}
-    for windowed, name in enumerate(_KINDS):
-        values = {each: settings.take(each) for each in shared if each in settings.values}
-        values |= {"rope_parameters": found.get(name)} | ({} if windowed else scaling)
-        ropes[bool(windowed)] = blocks.rope(settings.inner(values))
-    return ropes
+    outer = ("max_position_embeddings", "rope_scaling", "rope_theta")
+    values = {name: settings.take(name) for name in outer if name in settings.values}
+    full = blocks.rope(settings.inner({**values, "rope_parameters": found.get(blocks.FULL)}))
+    windowed = found.get(blocks.WINDOWED) or {"rope_theta": full.theta}
+    values = {name: x for name, x in values.items() if name == outer[0]}
+    return {False: full, True: blocks.rope(settings.inner({**values, "rope_parameters": windowed}))}
 
 
 def _olmo3(settings: Settings) -> CausalLM.Config:

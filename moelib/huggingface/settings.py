@@ -78,6 +78,9 @@ _KINDS = {
         "a number from 1e-12 to 0.1",
         lambda x: type(x) in (int, float) and 1e-12 <= x <= 0.1,
     ).names("rms_norm_eps"),
+    **_Kind("a number from 0 to 1", lambda x: type(x) in (int, float) and 0 <= x <= 1).names(
+        "attention_dropout?"
+    ),
     **_Kind("a finite number", lambda x: type(x) in (int, float) and abs(x) < 10**9).names(
         "llama_4_scaling_beta? mscale? mscale_all_dim?"
     ),

@@ -7,7 +7,9 @@ import pathlib
 import pytest
 
 from moelib.core.errors import UserError
+from moelib.huggingface.blocks import layers_of
 from moelib.huggingface.families import read_model
+from moelib.layers.rope import RotaryEmbedding, YarnRotaryEmbedding
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 FAMILIES = sorted(path.name for path in FIXTURES.iterdir())
@@ -63,6 +65,7 @@ def test_a_setting_of_every_family_is_checked(family, name, value, allowed):
         ("gpt_oss", "sliding_window", -8),
         ("gpt_oss", "layer_types", [3]),
         ("olmoe", "clip_qkv", -1.0),
+        ("granite", "attention_dropout", -0.1),
         ("granite", "embedding_multiplier", 0),
         ("granitemoe", "logits_scaling", math.inf),
         ("granitemoeshared", "shared_intermediate_size", -1),
@@ -96,7 +99,7 @@ def test_parameters_of_rotary_embeddings_are_checked(name, value):
         ("mistral", {"attention_bias": True}, "attention_bias=True"),
         ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\]"),
         ("smollm3", {"mlp_bias": True}, "mlp_bias=True"),
-        ("olmo3", {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters='rope_type'"),
+        ("olmo3", {"rope_parameters": {"full_attention": {}, "x": {}}}, "rope_parameters='x'"),
         ("granite", {"mlp_bias": True}, "mlp_bias=True"),
         ("hunyuan_v1_dense", {"rope_parameters": {"rope_type": "dynamic"}}, "rope_type='dynamic'"),
         ("hunyuan_v1_dense", {"use_cla": True}, "use_cla=True"),
@@ -112,6 +115,25 @@ def test_parameters_of_rotary_embeddings_are_checked(name, value):
 def test_what_no_layer_computes_is_refused(family, settings, message):
     with pytest.raises(UserError, match=rf"config\.json: .*{message}"):
         read(family, **settings)
+
+
+def test_a_rate_of_dropout_is_read_with_a_warning(caplog):
+    assert read("granite", attention_dropout=0.1) == read("granite")
+    assert "attention_dropout=0.1" in caplog.text
+
+
+def test_one_rotary_embedding_of_olmo_3_is_that_of_layers_without_a_window():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    want = read("olmo3", rope_parameters={"full_attention": {"rope_theta": 7.0, **yarn}})[1]
+    for spelling in (
+        {"rope_parameters": {"rope_theta": 7.0, **yarn}},
+        {"rope_parameters": None, "rope_theta": 7.0, "rope_scaling": yarn},
+    ):
+        assert read("olmo3", **spelling)[1] == want
+    windowed, *_, full = (layer.self_attention for layer in layers_of(want.decoder))
+    assert (windowed.window, windowed.rope.klass) == (5, RotaryEmbedding)
+    assert (full.window, full.rope.klass) == (None, YarnRotaryEmbedding)
+    assert windowed.rope.theta == full.rope.theta == 7.0
 
 
 def test_more_heads_than_the_width_are_refused():
