@@ -160,7 +160,7 @@ CHOICES = {
         "num_experts": [4, 8],
     },
     "hunyuan_v1_dense": {**HUNYUAN},
-    "hunyuan_v1_moe": {**HUNYUAN, "moe_topk": [1, 2], "num_hidden_layers": [2]},
+    "hunyuan_v1_moe": {**HUNYUAN, "moe_topk": [2, 3, [2, 3]], "num_hidden_layers": [2]},
     "dbrx": {
         "n_layers": [1, 2, 3],
         "attn_config": [
