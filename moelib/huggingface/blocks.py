@@ -89,6 +89,12 @@ MOE: Table = {
     **feed_forward_table("feed_forward/experts", "mlp.experts.{e}"),
 }
 
+# All experts in one tensor, gate and up projections one after the other.
+FUSED_EXPERTS: Table = {
+    "feed_forward/experts/up": [Part("mlp.experts.gate_up_proj", "e (n f) d -> e n d f")],
+    "feed_forward/experts/down": [Part("mlp.experts.down_proj", "e d f -> e f d")],
+}
+
 
 # -- Rotary embeddings ---------------------------------------------------------------------------
 

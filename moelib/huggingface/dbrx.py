@@ -15,11 +15,17 @@ from moelib.layers.moe.router import Router, Score
 from moelib.layers.norm import LayerNorm
 from moelib.models.causal_lm import CausalLM
 
-IN_MODEL: Table = {
-    "embedding/weight": [Part("transformer.wte.weight", "v d -> v d")],
-    "output_norm/scale": [Part("transformer.norm_f.weight", "d -> d")],
-    "lm_head/weight": [Part("lm_head.weight", "v d -> d v")],
+_NAMES_OF_PARTS = {
+    "model.embed_tokens": "transformer.wte",
+    "model.layers": "transformer.blocks",
+    "model.norm": "transformer.norm_f",
 }
+
+
+def _tensor_name(name: str) -> str:
+    for usual, of_dbrx in _NAMES_OF_PARTS.items():
+        name = name.replace(usual, of_dbrx)
+    return name
 
 
 def _in_layer(cfg: CausalLM.Config) -> Table:
@@ -123,8 +129,7 @@ DBRX = Family(
     _model,
     _settings,
     _in_layer,
-    in_model=IN_MODEL,
-    layers="transformer.blocks",
+    tensor_name=_tensor_name,
     defaults={
         "hidden_size": 2048,
         "intermediate_size": 3584,

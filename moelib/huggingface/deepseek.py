@@ -49,12 +49,6 @@ def _in_layer(cfg: CausalLM.Config) -> Table:
     }
 
 
-# Experts of a layer in one tensor each, gate and up projections one after the other.
-_FUSED_EXPERTS: Table = {
-    "feed_forward/experts/up": [Part("mlp.experts.gate_up_proj", "e (n f) d -> e n d f")],
-    "feed_forward/experts/down": [Part("mlp.experts.down_proj", "e d f -> e f d")],
-}
-
 _ATTENTION = {  # Our field -> its setting.
     "num_heads": "num_attention_heads",
     "q_lora_rank": "q_lora_rank",
@@ -255,7 +249,7 @@ MISTRAL4 = Family(
     "Mistral4ForCausalLM",
     _mistral4,
     _mistral4_settings,
-    lambda cfg: {**_in_layer(cfg), **_FUSED_EXPERTS},
+    lambda cfg: {**_in_layer(cfg), **blocks.FUSED_EXPERTS},
     defaults={
         "first_k_dense_replace": 0,
         "kv_lora_rank": 256,

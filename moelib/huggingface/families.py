@@ -31,6 +31,7 @@ from moelib.huggingface.mixture import (
 from moelib.huggingface.olmo import FLEX_OLMO, OLMO2, OLMO3
 from moelib.huggingface.settings import Settings
 from moelib.huggingface.tensor_mapping import TensorMapping, expand
+from moelib.huggingface.text_parts import ERNIE4_5_VL_MOE, QWEN3_VL_MOE
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.router import GroupScore, Router, Score
@@ -43,7 +44,8 @@ FAMILIES = (
     *(LLAMA, QWEN3, QWEN2, MISTRAL, SMOLLM3, OLMO2, OLMO3, GRANITE, HUNYUAN_DENSE),
     *(MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, QWEN2_MOE_UNGATED, V2, V3, GPT_OSS),
     *(KIMI_K2, GLM4_MOE_LITE, SOLAR_OPEN, GLM4_MOE, DOTS1, EXAONE_MOE, HY_V3, MINIMAX_M2, MISTRAL4),
-    *(ERNIE4_5_MOE, FLEX_OLMO, GRANITEMOE, GRANITEMOESHARED, HUNYUAN_MOE, DBRX),
+    *(ERNIE4_5_MOE, QWEN3_VL_MOE, ERNIE4_5_VL_MOE),
+    *(FLEX_OLMO, GRANITEMOE, GRANITEMOESHARED, HUNYUAN_MOE, DBRX),
 )
 
 _MAX_NAMED = 5  # Differences listed in an error.
@@ -198,7 +200,8 @@ def published_settings(values: Mapping[str, Any], cfg: CausalLM.Config) -> tuple
 
 def tensor_mappings(family: Family, model: CausalLM) -> list[TensorMapping]:
     """Returns the mapping of each tensor of the family to the parameters of a model."""
-    return expand(model, family.in_model, family.in_layer(model.config), family.layers)
+    mappings = expand(model, blocks.IN_MODEL, family.in_layer(model.config))
+    return [each._replace(tensor=family.tensor_name(each.tensor)) for each in mappings]
 
 
 def _differences(a: dict[str, Any], b: dict[str, Any], of_a: str, of_b: str) -> list[str]:

@@ -72,7 +72,8 @@ _KINDS = {
     ).names(
         "alpha? attention_factor? attention_multiplier beta_fast? beta_slow? clip_qkv? "
         "embedding_multiplier factor? high_freq_factor? logits_scaling low_freq_factor? "
-        "partial_rotary_factor? residual_multiplier rope_theta? routed_scaling_factor"
+        "partial_rotary_factor? residual_multiplier rope_theta? routed_scaling_factor "
+        "router_scaling_factor"
     ),
     **_Kind(
         "a number from 1e-12 to 0.1",
@@ -100,10 +101,13 @@ _KINDS = {
         "attention_bias norm_topk_prob qkv_bias tie_word_embeddings truncate? use_qk_norm "
         "use_sliding_window"
     ),
+    **_Kind(
+        "an integer above 0 or a text", lambda x: isinstance(x, str) or (type(x) is int and x > 0)
+    ).names("sliding_window_pattern?"),
     **_list_of(int, "a list of integers").names("mlp_only_layers? no_rope_layers?"),
     **_list_of(str, "a list of texts").names("layer_types? mlp_layer_types?"),
     **_Kind("an object", lambda x: isinstance(x, dict)).names(
-        "attn_config? ffn_config? rope_parameters? rope_scaling?"
+        "attn_config? ffn_config? rope_parameters? rope_scaling? text_config"
     ),
 }
 

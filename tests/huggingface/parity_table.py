@@ -25,6 +25,11 @@ from moelib.huggingface.tensors import checkpoint_tensors
 from moelib.inference.cache import new_cache, next_logits
 from tests.huggingface.test_parity import batch, computed, logits_of
 
+FAMILIES = (
+    *("llama3", "qwen3", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v2"),
+    *("deepseek_v3", "glm4_moe_lite", "glm4_moe", "solar_open", "dots1", "exaone_moe", "hy_v3"),
+    *("minimax_m2", "mistral4", "ernie4_5_moe", "ernie4_5_vl_moe", "qwen3_vl_moe", "gpt_oss"),
+)
 ROOT = pathlib.Path(__file__).parents[2]
 NUM_IN_PROMPT = 5  # Tokens that are stored in the cache at once; the others one by one.
 
@@ -121,6 +126,7 @@ def run(python, *arguments):
 def main(families):
     """Prints the table."""
     python = os.environ["MOELIB_HF_PYTHON"]
+    families = families or FAMILIES
     print(f"{'family':16}" + "".join(f"{name:>10}" for name in Differences._fields))
     for family in families:
         with tempfile.TemporaryDirectory() as folder:

@@ -109,6 +109,17 @@ CHOICES = {
         "moe_layer_start_index": [0, 1],
         "moe_num_shared_experts": [0, 1, 2],
     },
+    "ernie4_5_vl_moe": {
+        "mlp_layer_types": LISTED,
+        "moe_num_shared_experts": [0, 1, 2],
+        "num_key_value_heads": [1, 2, 4],
+        "rms_norm_eps": [1e-5, 1e-6],
+    },
+    "qwen3_vl_moe": {
+        **{name: values for name, values in GROUPED.items() if name != "tie_word_embeddings"},
+        "attention_bias": BOTH,
+        "mlp_only_layers": [[], [0], [1]],
+    },
     "exaone_moe": {
         **GROUPED,
         **DENSE,

@@ -17,7 +17,10 @@ FAMILIES = sorted(path.name for path in FIXTURES.iterdir())
 
 def read(family, **settings):
     values = json.loads((FIXTURES / family / "config.json").read_text())
-    return read_model({**values, **settings}, "config.json")
+    text = values.get("text_config", values)  # Of a text part.
+    for name, value in settings.items():
+        (values if name in values else text)[name] = value
+    return read_model(values, "config.json")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -74,6 +77,14 @@ def test_a_setting_of_every_family_is_checked(family, name, value, allowed):
         ("qwen2", "use_sliding_window", 1),
         ("smollm3", "no_rope_layers", [1.0, 0.0]),
         ("dbrx", "attn_config", [8]),
+        ("glm4_moe", "use_qk_norm", 1),
+        ("glm4_moe_lite", "mlp_layer_types", "dense"),
+        ("minimax_m2", "rotary_dim", 0),
+        ("ernie4_5_moe", "moe_k", "2"),
+        ("ernie4_5_moe", "moe_num_shared_experts", -1),
+        ("hy_v3", "router_scaling_factor", 0.0),
+        ("exaone_moe", "sliding_window_pattern", 0),
+        ("qwen3_vl_moe", "text_config", [1]),
     ],
 )
 def test_a_setting_of_a_family_is_checked(family, name, value):
