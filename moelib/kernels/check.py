@@ -6,9 +6,7 @@ compared at its own shapes, with drawn operands. The reference is in float32, an
 memory than the call.
 """
 
-import logging
-import math
-from collections.abc import Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +20,10 @@ from moelib.kernels.backend import Call, kernel_backends, traced_backends
 # results stays below 2^-7; a wrong mask, group or sum is far above.
 TOLERANCE = 2**-5
 
-_Arrays = dict[str, jax.Array]
+FAILS = "fails"  # Begins the text on an exception.
+NO_MEMORY = "is not compared, for lack of memory"  # No fault of the kernel.
 
-_logger = logging.getLogger(__name__)
+_Arrays = dict[str, jax.Array]
 
 
 def backend_of(call: Call) -> str:
@@ -33,34 +32,40 @@ def backend_of(call: Call) -> str:
     Raises:
         UserError: If the backend that is chosen cannot compute it.
     """
-    with jax.set_mesh(_mesh()), kernel_backends():
-        shapes = {name: jax.ShapeDtypeStruct(shape, x) for name, shape, x in call.operands}
+    shapes = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape, dtype in call.operands}
+    with jax.set_mesh(_mesh()):
         try:
-            jax.eval_shape(lambda x: call.function(**x, **dict(call.options)), shapes)
+            jax.eval_shape(partial(call.function, **dict(call.options)), **shapes)
         except UserError:
             raise
-        except Exception:  # A fault of the kernel, which `compare` raises again.
-            _logger.debug("%s", call, exc_info=True)
-        return traced_backends()[call.kernel]
+        except Exception:  # A fault of the kernel, which `compare` finds again.
+            pass
+    return traced_backends()[call.kernel]
 
 
 def compare(call: Call) -> str | None:
     """Compares a call on the first local device, by its backend, with its reference.
 
     Returns:
-        The largest difference if it is beyond the tolerance, else None.
+        What follows the kernel's name: a text that begins with "is wrong" if a difference is beyond
+        the tolerance, one that begins with FAILS, or NO_MEMORY. None if the call is right.
     """
-    with jax.set_mesh(_mesh()), kernel_backends():
-        arrays = _drawn(call)
-        got = _value_and_gradients(call, arrays)
-        wide = {name: x.astype(jnp.float32) if _is_float(x) else x for name, x in arrays.items()}
-        with kernel_backends({call.kernel: "reference"}), jax.default_matmul_precision("highest"):
-            want = _value_and_gradients(call, wide)
-        return next(filter(None, (_difference(name, got[name], want[name]) for name in got)), None)
+    try:
+        with jax.set_mesh(_mesh()):
+            return _difference(call)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        if "RESOURCE_EXHAUSTED" in reason and "vmem" not in reason:  # Of the kernel's own.
+            return NO_MEMORY
+        return f"{FAILS} ({type(error).__name__}: {reason:.300})"
 
 
 def _mesh() -> Mesh:
     return Mesh(np.array(jax.local_devices()[:1]), ("kernel_check",))
+
+
+def _is_float(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 # -- Operands --------------------------------------------------------------------------------------
@@ -68,20 +73,21 @@ def _mesh() -> Mesh:
 
 def _drawn(call: Call) -> _Arrays:
     """Returns operands: normal floats, groups of uneven sizes, documents of uneven lengths."""
-    sharding = NamedSharding(_mesh(), PartitionSpec())
     shapes = {name: shape for name, shape, _ in call.operands}
-    arrays: _Arrays = {}
-    for index, (name, shape, dtype) in enumerate(call.operands):
-        if jnp.issubdtype(dtype, jnp.floating):
-            scale = shape[-2] ** -0.5 if name in ("rhs", "weight") else 1.0
-            draw = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=sharding)
-            x = draw(jax.random.key(index), shape, jnp.dtype(dtype))
-            arrays[name] = x * jnp.asarray(scale, dtype)
-        else:
-            grouped = name == "group_sizes"
-            x = _group_sizes(shape[0], shapes["lhs"][0]) if grouped else _documents(*shape)
-            arrays[name] = jax.device_put(x.astype(dtype), sharding)
-    return arrays
+
+    def draw(index: int, name: str, shape: tuple[int, ...], dtype: str) -> jax.Array:
+        if name == "group_sizes":
+            return jnp.asarray(_group_sizes(shape[0], shapes["lhs"][0]), dtype)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            return jnp.asarray(_documents(*shape), dtype)
+        scale = shape[-2] ** -0.5 if name in ("rhs", "weight") else 1.0
+        return jax.random.normal(jax.random.key(index), shape, dtype) * jnp.asarray(scale, dtype)
+
+    @partial(jax.jit, out_shardings=NamedSharding(_mesh(), PartitionSpec()))
+    def drawn() -> _Arrays:
+        return {operand[0]: draw(i, *operand) for i, operand in enumerate(call.operands)}
+
+    return drawn()
 
 
 def _group_sizes(num_groups: int, num_rows: int) -> np.ndarray:
@@ -104,40 +110,44 @@ def _documents(num_sequences: int, length: int) -> np.ndarray:
 # -- Values and gradients --------------------------------------------------------------------------
 
 
-def _is_float(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
+def _difference(call: Call) -> str | None:
+    """Returns a text on the first result that is wrong, if any is."""
+    arrays = _drawn(call)
+    got = _value_and_gradients(call, arrays)
+    wide = {name: x.astype(jnp.float32) if _is_float(x) else x for name, x in arrays.items()}
+    with kernel_backends({call.kernel: "reference"}), jax.default_matmul_precision("highest"):
+        want = _value_and_gradients(call, wide)
+    for name, x in got.items():
+        index, ours, right, bound, is_wrong = map(np.asarray, _farthest(x, want[name]))
+        if is_wrong:
+            at = [int(i) for i in np.unravel_index(index, x.shape)]
+            values = f"{ours:.6g}, the reference's {right:.6g} (tolerance {bound:.3g})"
+            return f"is wrong: its {name} at {at} is {values}"
+    return None
 
 
-def _value_and_gradients(call: Call, arrays: Mapping[str, jax.Array]) -> _Arrays:
+def _value_and_gradients(call: Call, arrays: _Arrays) -> _Arrays:
     """Returns the value of a call, and its gradients by array, weighted by a fixed wave."""
-    floats = {name: x for name, x in arrays.items() if _is_float(x)}
-    others = {name: x for name, x in arrays.items() if name not in floats}
 
     @jax.jit
-    def run(floats: _Arrays, others: _Arrays) -> tuple[jax.Array, _Arrays]:
-        of = lambda floats: call.function(**floats, **others, **dict(call.options))
-        value, pull = jax.vjp(of, floats)
+    def run(arrays: _Arrays) -> tuple[jax.Array, _Arrays]:
+        value, pull = jax.vjp(lambda x: call.function(**x, **dict(call.options)), arrays)
         wave = jnp.cos(jnp.arange(value.size, dtype=jnp.float32)).reshape(value.shape)
-        return value, pull(wave.astype(jnp.bfloat16).astype(value.dtype))[0]
+        (gradients,) = pull(wave.astype(jnp.bfloat16).astype(value.dtype))
+        return value, {name: x for name, x in gradients.items() if _is_float(x)}
 
-    value, gradients = run(floats, others)
+    value, gradients = run(arrays)
     return {"value": value, **{f"gradient of {name}": x for name, x in gradients.items()}}
 
 
 @jax.jit
 def _farthest(got: jax.Array, want: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns the flat index of the largest excess over the tolerance, both values, the bound."""
+    """Returns where the difference is largest, as a flat index, with both values.
+
+    Last come the tolerance, and whether any difference is beyond it; NaN is.
+    """
     got, want = (x.astype(jnp.float32).reshape(-1) for x in (got, want))
     bound = TOLERANCE * jnp.max(jnp.abs(want))
     difference = jnp.abs(got - want)
-    excess = jnp.where(difference <= bound, -1.0, jnp.nan_to_num(difference, nan=jnp.inf))
-    index = jnp.argmax(excess)
-    return index, got[index], want[index], bound, excess[index] >= 0
-
-
-def _difference(name: str, got: jax.Array, want: jax.Array) -> str | None:
-    index, ours, right, bound, is_wrong = (np.asarray(x) for x in _farthest(got, want))
-    if not is_wrong:
-        return None
-    at = list(map(int, np.unravel_index(index, got.shape))) if math.prod(got.shape) else []
-    return f"its {name} at {at} is {ours:.6g}, the reference's {right:.6g} (tolerance {bound:.3g})"
+    index = jnp.argmax(difference)  # The first NaN, if there is one.
+    return index, got[index], want[index], bound, ~(difference[index] <= bound)

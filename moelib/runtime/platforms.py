@@ -27,6 +27,14 @@ def has_gpu() -> bool:
     return bool(glob.glob("/dev/nvidia[0-9]*")) and any(plugins)
 
 
+def has_accelerator() -> bool:
+    """Returns whether JAX would open a TPU or GPU, as far as files and settings show."""
+    import jax
+
+    on_cpus = (jax.config.jax_platforms or "").startswith("cpu")
+    return not on_cpus and (has_tpu() or has_gpu())
+
+
 def hide_absent_tpus() -> None:
     """Prevents the errors that libtpu prints where there is no TPU; call it before importing JAX.
 

@@ -45,8 +45,9 @@ class InitFrom(Configurable):
         # the folder of a Hugging Face model.
         run: Required[str] = REQUIRED
         # "params": the parameters, as evaluations use them, for a run from step 0 with a new state
-        # of the optimizer and all its data. "all": step, optimizer, random key and position too.
-        state: Literal["params", "all"] = "params"
+        # of the optimizer and all its data. "state": step, optimizer and random key too, for other
+        # data. "all": the position in the data too.
+        state: Literal["params", "state", "all"] = "params"
         # Rules "regex -> replacement" for paths of parameters there that have other names here;
         # "regex ->" drops them, and "-> regex" keeps the initial values of parameters here. The
         # first match wins; parameters without one have the same path in both runs.
@@ -92,11 +93,11 @@ class InitFrom(Configurable):
         cfg = self.config
         folder, at = self._named()
         origin = {"run": folder, "step": step, "state": cfg.state}
-        if cfg.rules and cfg.state == "all":
+        if cfg.rules and cfg.state != "params":
             raise UserError("init_from.rules rename parameters only; set init_from.state='params'.")
         checkpoints = RunFolder(folder).checkpoints
         if not storage.exists(checkpoints) and storage.exists(f"{folder}/{pretrained.CONFIG_FILE}"):
-            if at or cfg.rules or cfg.state == "all":
+            if at or cfg.rules or cfg.state != "params":
                 raise UserError(f"init_from.run={cfg.run!r} is no run; set it alone.")
             params = pretrained.replaced_parameters(state.model, folder, model, cfg.ignore_settings)
             return Initial(restart_learner(state._replace(model=params), learner), None, origin)
@@ -104,11 +105,12 @@ class InitFrom(Configurable):
             found = find_checkpoints(checkpoints, int(at) if at.isdigit() else None, required=True)
             step = origin["step"] = max(found) if at != "best" else _best(checkpoints, max(found))
         path = step_path(checkpoints, step)
-        if cfg.state == "all":
+        if cfg.state != "params":
             target = _targets(state)
             jax.tree.map(lambda x: x.delete(), state)
             restored = restore_checkpoint(path, target)
-            return Initial(restored.state, restored.record.input, origin)
+            position = restored.record.input if cfg.state == "all" else None
+            return Initial(restored.state, position, origin)
         record = on_all_processes(functools.partial(CheckpointRecord.read, path), path)
         params = self._parameters(state.model, record, checkpoints)
         return Initial(restart_learner(state._replace(model=params), learner), None, origin)

@@ -14,9 +14,9 @@ hangs, which its next start replaces. Process 0 of a job decides for all.
 import contextlib
 import faulthandler
 import hashlib
-import importlib.metadata
 import json
 import logging
+import math
 import os
 import pathlib
 import re
@@ -24,28 +24,20 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from moelib.core import config_text
 from moelib.core.errors import UserError
-from moelib.kernels import backend
-from moelib.kernels.backend import (
-    BACKENDS,
-    ENVIRONMENT,
-    Call,
-    how_to_set,
-    kernel_backends,
-    recorded_calls,
-    warn_once,
-)
-from moelib.kernels.check import backend_of, compare
-from moelib.runtime import platforms
+from moelib.kernels import backend as backends
+from moelib.kernels.backend import Call
+from moelib.kernels.check import FAILS, NO_MEMORY, backend_of, compare
 from moelib.runtime.compilation_cache import use_compilation_cache
+from moelib.runtime.platforms import has_accelerator
 from moelib.runtime.processes import on_process_0
-from moelib.runtime.storage import read_json, user_cache_dir, write_json
+from moelib.runtime.storage import user_cache_dir, write_json
 from moelib.runtime.versions import library_versions
 from moelib.train.watchers.watchdog import EXIT_CODE
 
@@ -54,17 +46,12 @@ COMMAND: Sequence[str] = (sys.executable, "-m", "moelib.train.kernel_check")
 
 # Seconds for the trace of a step, and for one call with its compilation and its reference.
 LIMIT_SECONDS = {"trace": 600.0, "call": 180.0}
-# Share of a GPU's memory for a comparison next to a process that has taken
-# `platforms.GPU_MEMORY_SHARE`.
-_SHARED_MEMORY = 0.05
 
 # Fields of a config that determine the calls of its step.
 _FIELDS = re.compile(
     r"(model|train_dtype|num_microbatches|mesh_\w+|auto_sharding|sharding_rules|pipeline_schedule"
     r"|kernel_backends|input\.(global_batch_size|seq_len))\b"
 )
-_FAILS, _DOES_NOT_END = "fails", "does not end"  # Faults begin so.
-_NO_MEMORY = "is not compared, for lack of memory"  # No fault.
 _REFERENCES = ("reference", "straight_through")  # Backends that nothing is compared with.
 _PLUGINS = ("libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
 
@@ -80,19 +67,14 @@ class Verdict(NamedTuple):
     fault: str | None = None  # Such as "does not end within 180 s"; None if it is right.
 
 
-Known = dict[str, list[Verdict]]  # By number and kind of devices.
-
-
 def compare_before_devices(cfg: Any) -> None:
     """Compares a config's kernels in another process, if there is an accelerator and no verdict.
 
     Call it before this process opens a device.
     """
-    if not _has_accelerator():
-        return
-    path = _path(cfg)
-    if not _read(path):
-        _keep(path, _in_processes(cfg, {}))
+    path = _path(cfg, "*")
+    if has_accelerator() and not any(path.parent.glob(path.name)):
+        _in_processes(cfg)
 
 
 def replaced_kernels(trainer: Any) -> dict[str, str]:
@@ -104,41 +86,35 @@ def replaced_kernels(trainer: Any) -> dict[str, str]:
     Raises:
         UserError: If plain XLA is wrong, for which there is no replacement.
     """
-    device, cfg = jax.local_devices()[0], trainer.config
+    device, mesh = jax.local_devices()[0], trainer.mesh()
     if device.platform not in PLATFORMS:
         return {}
-    name, path = _name(trainer.mesh().size), _path(cfg)
+    path = _path(trainer.config, _devices(mesh.size))
 
     def verdicts() -> list[Verdict]:
-        known = _read(path)
-        if name in known:
-            return known[name]
+        if (known := _read(path)) is not None:
+            return known
         if device.platform == "tpu":
-            found = {name: _in_this_process(trainer, name, f"{path}.partial")}
-        else:
-            simulated = cfg.clone(mesh_shape=trainer.mesh().axis_sizes)
-            found = _in_processes(simulated, _next_to_this_process(trainer.mesh().size))
-        _keep(path, found)
-        return found.get(name, [])
+            return _in_this_process(trainer, path)
+        return _in_processes(trainer.config, mesh.axis_sizes)
 
     return _replaced([Verdict(*x) for x in on_process_0(verdicts)], device.device_kind)
 
 
 def _replaced(verdicts: Iterable[Verdict], device_kind: str) -> dict[str, str]:
     replaced: dict[str, str] = {}
-    for verdict in verdicts:
-        what = f"{verdict.kernel} by backend {verdict.backend!r} {verdict.fault}"
-        where = f"on {device_kind}, in {verdict.call}"
+    for kernel, call, backend, fault in verdicts:
+        what, where = f"{kernel} by backend {backend!r} {fault}", f"on {device_kind}, in {call}"
         again = "To continue with this backend, set --skip_kernel_check."
-        if verdict.fault == _NO_MEMORY:
+        if fault == NO_MEMORY:
             logger.warning("%s, %s.", what, where)
-        elif verdict.fault is not None and verdict.backend == "xla":
+        elif fault is not None and backend == "xla":
             raise UserError(f"{what}, {where}; it has no replacement. {again}")
-        elif verdict.fault is not None and verdict.kernel not in replaced:
-            replaced[verdict.kernel] = "xla"
-            warn_once(
+        elif fault is not None and kernel not in replaced:
+            replaced[kernel] = "xla"
+            backends.warn_once(
                 f"KERNEL REPLACED: {what}, {where}. The run takes plain XLA instead, which is "
-                f"slow; to choose it without this warning, {how_to_set(verdict.kernel, 'xla')}. "
+                f"slow; to choose it without this warning, {backends.how_to_set(kernel, 'xla')}. "
                 f"{again}"
             )
     return replaced
@@ -147,74 +123,56 @@ def _replaced(verdicts: Iterable[Verdict], device_kind: str) -> dict[str, str]:
 # -- Verdicts that are kept ------------------------------------------------------------------------
 
 
-def _path(cfg: Any) -> str:
-    """Returns the file of the verdicts for a config, these versions and these backends."""
+def _path(cfg: Any, devices: str) -> pathlib.Path:
+    """Returns the file of the verdicts for a config on devices, these versions and backends."""
     lines = config_text.text_lines(cfg.debug_string())
     fields = sorted(item for item in lines.items() if _FIELDS.match(item[0]))
-    versions = library_versions()
-    for plugin in _PLUGINS:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[plugin] = importlib.metadata.version(plugin)
-    folder = pathlib.Path(backend.__file__).parent
+    folder = pathlib.Path(backends.__file__).parent
     sources = [path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py"))]
-    parts = fields, versions, os.environ.get(ENVIRONMENT), sources
+    parts = fields, library_versions(*_PLUGINS), os.environ.get(backends.ENVIRONMENT), sources
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-    return os.path.join(user_cache_dir("kernel_checks"), f"{digest[:24]}.json")
+    return pathlib.Path(user_cache_dir("kernel_checks"), f"{digest[:24]}-{devices}.json")
 
 
-def _read(path: str) -> Known:
+def _devices(number: int) -> str:
+    """Returns the part of a file's name for a number of devices of the kind of this process's."""
+    return f"{number}-{re.sub(r'\W+', '-', jax.local_devices()[0].device_kind)}"
+
+
+def _read(path: pathlib.Path) -> list[Verdict] | None:
     try:
-        return {name: [Verdict(*x) for x in found] for name, found in read_json(path).items()}
-    except (OSError, TypeError, ValueError, AttributeError):  # Incomplete: compared again.
-        return {}
+        return [Verdict(*x) for x in json.loads(path.read_text(encoding="utf-8"))]
+    except (OSError, TypeError, ValueError):  # Absent or incomplete: compared again.
+        return None
 
 
-def _keep(path: str, found: Known) -> None:
-    """Adds verdicts to the file; a folder that cannot be written is a warning."""
-    if not found:
-        return
+def _keep(path: pathlib.Path, verdicts: Sequence[Verdict]) -> None:
+    """Writes verdicts to a file; a folder that cannot be written is a warning."""
     try:
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        write_json(path, {**_read(path), **found})
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_json(path, verdicts)
     except OSError as error:
         logger.warning("%s: verdicts on kernels are not kept (%s).", path, error.strerror)
 
 
-def _name(num_devices: int) -> str:
-    return f"{num_devices} x {jax.local_devices()[0].device_kind}"
-
-
-def _has_accelerator() -> bool:
-    """Returns whether JAX would open an accelerator, as far as files and settings show."""
-    chosen = jax.config.jax_platforms or ""
-    if chosen.split(",")[0] == "cpu":
-        return "cpu" in PLATFORMS
-    return platforms.has_tpu() or platforms.has_gpu()
-
-
-# -- In this process -------------------------------------------------------------------------------
+# -- Comparisons -----------------------------------------------------------------------------------
 
 
 def calls_of(cfg: Any, devices: Any) -> list[Call]:
     """Returns the calls of a config's step on devices, which compute nothing."""
-    traced = cfg.clone(
-        kernel_backends=dict.fromkeys(BACKENDS, "xla"),  # Which are traced for any devices.
-        evalers={},
-        watchers={},
-        checkpointer=None,
-        init_from=None,
-    )
-    with recorded_calls() as calls:
-        traced.instantiate(parent=None, devices=devices).trace_train_step()
+    cfg = cfg.clone(evalers={}, watchers={}, checkpointer=None, init_from=None)
+    cfg.kernel_backends = dict.fromkeys(backends.BACKENDS, "xla")  # Traced for any devices.
+    with backends.recorded_calls() as calls:
+        cfg.instantiate(parent=None, devices=devices).trace_train_step()
     return calls
 
 
-def _begun(calls: Iterable[Call], known: Iterable[str]) -> Iterator[tuple[Call, Verdict]]:
+def _begun(calls: Iterable[Call], known: Container[str]) -> Iterator[tuple[Call, Verdict]]:
     """Yields the calls to compare, with the verdicts if they do not end.
 
     A call that the chosen backend cannot compute is an error where the run traces it.
     """
-    fault = f"{_DOES_NOT_END} within {LIMIT_SECONDS['call']:g} s"
+    fault = f"does not end within {LIMIT_SECONDS['call']:g} s"
     for call in calls:
         with contextlib.suppress(UserError):
             backend = backend_of(call)
@@ -222,105 +180,83 @@ def _begun(calls: Iterable[Call], known: Iterable[str]) -> Iterator[tuple[Call, 
                 yield call, Verdict(call.kernel, str(call), backend, fault)
 
 
-def _compared(call: Call, begun: Verdict) -> Verdict:
-    """Returns the verdict on a call; an exception is one."""
-    try:
-        difference = compare(call)
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
-        if "RESOURCE_EXHAUSTED" in reason and "vmem" not in reason:  # Of the kernel's own.
-            return begun._replace(fault=_NO_MEMORY)
-        return begun._replace(fault=f"{_FAILS} ({type(error).__name__}: {reason:.300})")
-    return begun._replace(fault=difference and f"is wrong: {difference}")
+def _in_this_process(trainer: Any, path: pathlib.Path) -> list[Verdict]:
+    """Returns and keeps the verdicts on a trainer's calls; a call that hangs ends the process.
 
-
-def _in_this_process(trainer: Any, name: str, path: str) -> list[Verdict]:
-    """Returns the verdicts on a trainer's calls; a call that hangs ends the process.
-
-    Its next start goes on from there, with the verdicts for these devices in the file.
+    Its next start goes on from there, with the verdicts that were kept next to the file.
     """
-    with recorded_calls() as calls:
+    with backends.recorded_calls() as calls:
         trainer.trace_train_step()
-    verdicts = list(_read(path).get(name, ()))
-    with kernel_backends(trainer.config.kernel_backends):
+    partial = path.with_suffix(".partial")
+    verdicts = _read(partial) or []
+
+    def end(begun: Verdict) -> None:
+        _keep(partial, [*verdicts, begun])
+        os.write(2, f"{begun.call} {begun.fault}; the next start replaces it.\n".encode())
+        faulthandler.dump_traceback(2)  # Of all threads.
+        os._exit(EXIT_CODE)
+
+    with backends.kernel_backends(trainer.config.kernel_backends):
         for call, begun in _begun(calls, [verdict.call for verdict in verdicts]):
-            kept = path, {name: [*verdicts, begun]}
-            timer = threading.Timer(LIMIT_SECONDS["call"], _end, kept)
+            timer = threading.Timer(LIMIT_SECONDS["call"], end, [begun])
             timer.start()
             try:
-                verdicts.append(_compared(call, begun))
+                verdicts.append(begun._replace(fault=compare(call)))
             finally:
                 timer.cancel()
+    _keep(path, verdicts)
     return verdicts
 
 
-def _end(path: str, found: Known) -> None:
-    """Ends the process, after verdicts are kept and the stacks of all threads printed."""
-    _keep(path, found)
-    ((*_, last),) = found.values()
-    os.write(2, f"{last.call} {last.fault}; the next start replaces it.\n".encode())
-    faulthandler.dump_traceback(2)
-    os._exit(EXIT_CODE)
-
-
-# -- In other processes ----------------------------------------------------------------------------
-
-
-def _next_to_this_process(num_devices: int) -> dict[str, str]:
-    """Returns the environment of a process that compares on the first GPU, next to this one.
-
-    Its step is traced for as many simulated devices.
-    """
-    chosen = jax.config.jax_platforms or ""
-    return {
-        "JAX_PLATFORMS": chosen if "cpu" in chosen.split(",") else chosen and f"{chosen},cpu",
-        "JAX_NUM_CPU_DEVICES": str(num_devices),
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        "XLA_CLIENT_MEM_FRACTION": str(_SHARED_MEMORY),
-        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
-    }
-
-
-def _in_processes(cfg: Any, settings: Mapping[str, str]) -> Known:
-    """Returns the verdicts of processes that compare; a fault ends one, and another one goes on.
+def _in_processes(cfg: Any, mesh: Sequence[int] | None = None) -> list[Verdict]:
+    """Returns and keeps the verdicts of processes that compare; a fault ends one, the next goes on.
 
     Args:
         cfg: Config of the trainer.
-        settings: Environment variables, if the devices are open already; see
-            `_next_to_this_process`.
+        mesh: Sizes of the mesh, if the devices are open already. The processes then trace the step
+            for simulated ones, and compare on the first GPU, in 5% of its memory.
     """
     logger.info("Comparing kernels with their references, once per config and kind of device.")
-    others = {name: x for name, x in os.environ.items() if "CLIENT_MEM_FRACTION" not in name}
-    environment = {
-        **(others if settings else os.environ),
-        "JAX_PLATFORMS": jax.config.jax_platforms or "",  # Also those of a flag.
-        **settings,
-        "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
-    }
-    request = {"config": config_text.to_text(cfg), "is_simulated": bool(settings)}
     verdicts: dict[str, Verdict] = {}  # By call.
     while True:
+        request = {"config": config_text.to_text(cfg), "mesh": mesh, "known": list(verdicts)}
+        text, environment = json.dumps(request).encode(), _environment(is_shared=mesh is not None)
         done = subprocess.run(
-            COMMAND,
-            input=json.dumps({**request, "known": list(verdicts)}).encode(),
-            env=environment,
-            capture_output=True,
-            check=False,
+            COMMAND, input=text, env=environment, capture_output=True, check=False
         )
-        device, *lines = [json.loads(line) for line in done.stdout.splitlines()] or [None]
+        devices, *lines = [json.loads(line) for line in done.stdout.splitlines()] or [None]
         found = [Verdict(*line) for line in lines]
         verdicts |= {verdict.call: verdict for verdict in found}
         if done.returncode == 0:
-            return {device: list(verdicts.values())}
+            _keep(_path(cfg, devices), list(verdicts.values()))
+            return list(verdicts.values())
         if not found:
             log = done.stderr[-2000:].decode(errors="replace")
             logger.warning("Kernels could not be compared (status %d):\n%s", done.returncode, log)
-            return {}
-        last = found[-1]
-        is_begun = (last.fault or "").startswith(_DOES_NOT_END)
-        if is_begun and done.returncode != -signal.SIGALRM:
+            return []
+        has_begun = len(found) % 2 == 1  # Calls that have ended have two verdicts.
+        if has_begun and done.returncode != -signal.SIGALRM:
             fault = f"its process ended with status {done.returncode}"
-            verdicts[last.call] = last._replace(fault=fault)
+            verdicts[found[-1].call] = found[-1]._replace(fault=fault)
+
+
+def _environment(*, is_shared: bool) -> dict[str, str]:
+    """Returns the environment of a process that compares, next to this one if that is open."""
+    chosen = jax.config.jax_platforms or ""  # Also those of a flag.
+    if chosen and "cpu" not in chosen:
+        chosen += ",cpu"  # Of the simulated devices.
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": chosen,
+        "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
+    }
+    shared = {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "",  # The name before; JAX refuses both.
+        "XLA_CLIENT_MEM_FRACTION": "0.05",  # This process has `platforms.GPU_MEMORY_SHARE`.
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
+    }
+    return environment | shared if is_shared else environment
 
 
 def main() -> None:
@@ -334,22 +270,21 @@ def main() -> None:
     request = json.load(sys.stdin)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # What libraries print is no verdict.
-
-    def say(value: Any) -> None:
-        print(json.dumps(value), file=out, flush=True)
-
     cfg = config_text.parse(request["config"], trusted=True)  # The parent's own.
+    if mesh := request["mesh"]:
+        cfg.mesh_shape = tuple(mesh)
+        jax.config.update("jax_num_cpu_devices", math.prod(mesh))
     use_compilation_cache()
-    devices = jax.devices("cpu") if request["is_simulated"] else jax.devices()
+    devices = jax.devices("cpu" if mesh else None)
     calls = calls_of(cfg, devices)
-    say(_name(len(devices)))
-    with kernel_backends(cfg.kernel_backends):
+    print(json.dumps(_devices(len(devices))), file=out, flush=True)
+    with backends.kernel_backends(cfg.kernel_backends):
         for call, begun in _begun(calls, request["known"]):
-            say(begun)
+            print(json.dumps(begun), file=out, flush=True)
             signal.setitimer(signal.ITIMER_REAL, LIMIT_SECONDS["call"])
-            verdict = _compared(call, begun)
-            say(verdict)
-            if (verdict.fault or "").startswith(_FAILS):
+            fault = compare(call)
+            print(json.dumps(begun._replace(fault=fault)), file=out, flush=True)
+            if (fault or "").startswith(FAILS):
                 sys.exit(1)  # A GPU may have an error that stays until its process ends.
 
 

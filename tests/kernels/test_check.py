@@ -56,14 +56,15 @@ CALLS = {
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CALLS)
 def test_right_backends_pass_in_values_and_in_the_gradients_of_all_floats(name, dtype, monkeypatch):
-    compared, difference = [], check._difference
+    results, run = [], check._value_and_gradients
     monkeypatch.setattr(
-        check, "_difference", lambda *args: compared.append(args[0]) or difference(*args)
+        check, "_value_and_gradients", lambda *args: results.append(run(*args)) or results[-1]
     )
     found = CALLS[name]
     operands = tuple((n, s, d if d == "int32" else dtype) for n, s, d in found.operands)
     assert check.compare(found._replace(operands=operands)) is None
-    assert set(compared) == {"value"} | {f"gradient of {n}" for n, _, d in operands if d == dtype}
+    names = {"value"} | {f"gradient of {n}" for n, _, d in operands if d == dtype}
+    assert [set(result) for result in results] == [names, names]
 
 
 def _plant(monkeypatch, module, name, change):
@@ -108,6 +109,21 @@ def test_a_wrong_backend_is_found_with_both_values(monkeypatch, call, module, na
     assert found is not None
     assert f"its {what} at [" in found
     assert "tolerance" in found
+
+
+@pytest.mark.parametrize(
+    ("reason", "fault"),
+    [
+        ("RESOURCE_EXHAUSTED: Out of memory", check.NO_MEMORY),
+        ("RESOURCE_EXHAUSTED: in vmem", "fails (RuntimeError: RESOURCE_EXHAUSTED: in vmem)"),
+    ],
+)
+def test_only_a_kernel_that_lacks_memory_of_its_own_fails(monkeypatch, reason, fault):
+    def run(call, arrays):
+        raise RuntimeError(f"{reason}\nat an address")
+
+    monkeypatch.setattr(check, "_value_and_gradients", run)
+    assert check.compare(CALLS["gmm"]) == fault
 
 
 def test_each_different_call_is_recorded_once_with_its_shapes():

@@ -54,8 +54,8 @@ if __name__ == "__main__":
     kernel_check.compare = _compare
     if "here" in sys.argv:
         trainer = config(sys.argv[3]).instantiate(parent=None)
-        path = kernel_check._path(trainer.config)
-        for verdict in kernel_check._in_this_process(trainer, "name", path):
+        path = kernel_check._path(trainer.config, "here")
+        for verdict in kernel_check._in_this_process(trainer, path):
             print(verdict.kernel, verdict.fault)
     else:
         kernel_check.main()

@@ -1,13 +1,17 @@
 """Kernels that fail their comparison are replaced, with a warning, and compared once."""
 
 import json
+import os
 import re
 import sys
 
 import pytest
+from jaxlib import xla_client
 
 from moelib.core.errors import UserError
-from moelib.kernels.backend import traced_backends
+from moelib.kernels.backend import traced_backends, warn_once
+from moelib.kernels.check import NO_MEMORY
+from moelib.runtime import platforms
 from moelib.train import kernel_check
 from tests.python_process import finish, free_port, start
 from tests.train.planted_kernel import config
@@ -18,8 +22,9 @@ MODULE = "tests.train.planted_kernel"
 @pytest.fixture(autouse=True)
 def _on_cpus_with_a_cache_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(kernel_check, "PLATFORMS", ("cpu",))
+    monkeypatch.setattr(kernel_check, "has_accelerator", lambda: True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    kernel_check.warn_once.cache_clear()
+    warn_once.cache_clear()
 
 
 def plant(monkeypatch, fault, seconds=100):
@@ -30,7 +35,7 @@ def plant(monkeypatch, fault, seconds=100):
 
 def kept(tmp_path):
     (path,) = (tmp_path / "cache/moelib/kernel_checks").iterdir()
-    (found,) = json.loads(path.read_text()).values()
+    found = json.loads(path.read_text())
     return {(kernel, call.partition("(")[0]): fault for kernel, call, _, fault in found}
 
 
@@ -60,7 +65,7 @@ def test_a_kernel_with_a_fault_is_replaced_once_it_is_compared(
 
     # A second start replaces the kernel and compares nothing.
     monkeypatch.setattr(kernel_check, "COMMAND", ("false",))
-    kernel_check.warn_once.cache_clear()
+    warn_once.cache_clear()
     cfg.dir = str(tmp_path / "again")
     assert cfg.instantiate(parent=None).run()["step"] == 1
     assert sum("REPLACED" in r.getMessage() for r in caplog.records) == 2
@@ -97,15 +102,15 @@ def test_a_process_that_compares_itself_ends_at_a_hang_and_goes_on_at_its_next_s
 
 
 _JOB = """
-import json, sys
+import json, math, sys
 import jax
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 from moelib.train import kernel_check
 from tests.train.planted_kernel import config
 wrong = kernel_check.Verdict("gmm", "gmm(lhs)", "tpu", "is wrong: its value")
-def compared(cfg, settings):
-    assert jax.process_index() == 0 and settings["JAX_NUM_CPU_DEVICES"] == "4"
-    return {"4 x cpu": [wrong]}
+def compared(cfg, mesh):
+    assert jax.process_index() == 0 and math.prod(mesh) == 4
+    return [wrong]
 kernel_check.PLATFORMS, kernel_check._in_processes = ("cpu",), compared
 print(json.dumps(kernel_check.replaced_kernels(config(sys.argv[3]).instantiate(parent=None))))
 """
@@ -124,22 +129,10 @@ def test_plain_xla_that_is_wrong_has_no_replacement():
         kernel_check._replaced([wrong], "TPU v6 lite")
 
 
-@pytest.mark.parametrize(
-    ("reason", "fault"),
-    [
-        ("RESOURCE_EXHAUSTED: Out of memory", "is not compared, for lack of memory"),
-        ("RESOURCE_EXHAUSTED: in memory space vmem", "fails (RuntimeError"),
-    ],
-)
-def test_only_a_kernel_that_lacks_memory_of_its_own_has_a_fault(monkeypatch, caplog, reason, fault):
-    def compare(call):
-        raise RuntimeError(reason)
-
-    monkeypatch.setattr(kernel_check, "compare", compare)
-    found = kernel_check._compared(None, kernel_check.Verdict("gmm", "gmm(lhs)", "tpu"))
-    replaced = kernel_check._replaced([found], "TPU v6 lite")
-    assert replaced == ({"gmm": "xla"} if "fails" in fault else {})
-    assert fault in caplog.text
+def test_a_kernel_without_a_comparison_is_kept_with_a_warning(caplog):
+    unknown = kernel_check.Verdict("gmm", "gmm(lhs)", "tpu", NO_MEMORY)
+    assert kernel_check._replaced([unknown], "TPU v6 lite") == {}
+    assert "gmm by backend 'tpu' is not compared, for lack of memory" in caplog.text
 
 
 def test_a_comparison_that_does_not_start_is_a_warning(tmp_path, monkeypatch, caplog):
@@ -149,8 +142,32 @@ def test_a_comparison_that_does_not_start_is_a_warning(tmp_path, monkeypatch, ca
     assert not (tmp_path / "cache").exists()
 
 
+def test_verdicts_in_a_folder_that_cannot_be_written_are_a_warning(tmp_path, caplog):
+    (tmp_path / "cache").touch()
+    path = kernel_check._path(config(tmp_path), "8-cpu")
+    kernel_check._keep(path, [])
+    assert f"{path}: verdicts on kernels are not kept" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '[["gmm", "gmm(lhs)"]]'])
+def test_an_incomplete_file_has_no_verdicts(tmp_path, text):
+    (tmp_path / "file").write_text(text)
+    assert kernel_check._read(tmp_path / "file") is None
+
+
+def test_a_process_next_to_open_devices_takes_one_gpu_and_little_of_its_memory(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # Of the user, for this process.
+    for name, value in kernel_check._environment(is_shared=True).items():
+        monkeypatch.setenv(name, value)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2"
+    options = xla_client.generate_pjrt_gpu_plugin_options()
+    assert (options["memory_fraction"], options["preallocate"]) == (0.05, False)
+
+
 def test_nothing_is_compared_without_an_accelerator(tmp_path, monkeypatch):
     monkeypatch.setattr(kernel_check, "PLATFORMS", ("gpu", "tpu"))
+    monkeypatch.setattr(kernel_check, "has_accelerator", platforms.has_accelerator)
     monkeypatch.setattr(kernel_check, "_in_processes", None)
     cfg = config(tmp_path)
     kernel_check.compare_before_devices(cfg)

@@ -282,8 +282,12 @@ class _Run:
         index, tasks = index[self.rank], tasks[self.rank]
         if not self.uniform:
             run = [functools.partial(self._slot, each) for each in branches]
+            # Where most slots are pairs, not read in branches: XLA would copy whole buffers into a
+            # layout that one prefers.
+            pairs = any(each.forward and each.backward for each in branches)
+            saved = self._saved(state, tasks[1]) if pairs else None
             with jax.named_scope(SLOTS):
-                return lax.switch(index, run, state, tasks)
+                return lax.switch(index, run, state, tasks, saved)
         # Each kind of pass once, for the ranks whose slots have it.
         y = dx = self.nothing
         is_any = _Branch(*map(any, zip(*branches, strict=True)))
@@ -292,7 +296,8 @@ class _Run:
             before, forward, end = self._forward(state, tasks[0])
             state, y = _select(has_forward, end(before, forward()), (state, y))
         if is_any.backward:
-            backward, end = self._backward(state, tasks[1], defer=self.ticks.num_deferred > 0)
+            saved, defer = self._saved(state, tasks[1]), self.ticks.num_deferred > 0
+            backward, end = self._backward(state, tasks[1], saved, defer=defer)
             state, dx = _select(has_backward, end(state, backward()), (state, dx))
         if self.ticks.num_deferred:  # No slot has a backward pass and the weights of another.
             task = jnp.where(has_weights, tasks[2], tasks[1])
@@ -300,14 +305,16 @@ class _Run:
             state = _select(now, self._weights(state, task), state)
         return state, (y, dx)
 
-    def _slot(self, branch: _Branch, state: _State, tasks: jax.Array) -> Any:
+    def _slot(self, branch: _Branch, state: _State, tasks: jax.Array, saved: Any) -> Any:
         y = dx = self.nothing
         forward = backward = lambda: None
         after_forward = after_backward = lambda state, results: (state, self.nothing)
         if branch.forward:
             state, forward, after_forward = self._forward(state, tasks[0])
         if branch.backward:
-            backward, after_backward = self._backward(state, tasks[1], defer=branch.defers)
+            if saved is None:
+                saved = self._saved(state, tasks[1])
+            backward, after_backward = self._backward(state, tasks[1], saved, defer=branch.defers)
         is_pair = branch.forward and branch.backward
         results = in_one_loop(forward, backward) if is_pair else (forward(), backward())
         state, y = after_forward(state, results[0])
@@ -375,10 +382,15 @@ class _Run:
     def _same(self, chunk: Any, m: Any) -> Any:
         return self.constants, _at(self.microbatches, m), entries(self.layers, chunk)
 
-    def _backward(self, state: _State, task: jax.Array, *, defer: bool) -> tuple[_Pass, _End]:
-        chunk, m, saved_at, deferred_at = task
-        # Saved values are not read by the loop: XLA would copy their whole buffers.
-        micro, saved = _at(self.microbatches, m), _at(state.saved, saved_at)
+    def _saved(self, state: _State, task: jax.Array) -> Any:
+        """Returns what a backward pass reads of the forward pass."""
+        return _at(state.saved, task[2])  # Not in its loop: XLA would copy whole buffers.
+
+    def _backward(
+        self, state: _State, task: jax.Array, saved: Any, *, defer: bool
+    ) -> tuple[_Pass, _End]:
+        chunk, m, _, deferred_at = task
+        micro = _at(self.microbatches, m)
         dy = _at(state.output_gradients, chunk, m % self.ticks.num_gradients), jnp.ones(())
         if defer:
             run = self.passes.of_input

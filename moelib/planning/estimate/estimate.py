@@ -49,7 +49,7 @@ POOR = Efficiency(0.35, 0.60, 0.50, 0.60, 3e-6)
 # Micro-batches per rank above which a rank keeps no more with schedules that defer gradients.
 _IN_FLIGHT = 3
 
-# Ten steps compiled for v5p, v6e and H100 held from 8% less to 12% more than estimated.
+# Steps compiled for v5p, v6e and H100 hold from 13% less to 12% more than estimated.
 MEMORY_ERROR = 0.12
 
 # Operations per layer and step, forward, recomputed and backward: 5,129 for the 16 layers of

@@ -17,6 +17,9 @@ from moelib.planning.estimate.workload import Leaf, Workload
 # its matmuls and the gradients of their outputs.
 _DEFERRED = 0.75
 
+# Bytes of a compiled program on a TPU: 17 to 125 MiB in steps compiled for v5e, v5p and v6e.
+_PROGRAM = 50 * 2**20
+
 
 class RankBytes(NamedTuple):
     """Bytes of parameters of a pipeline's rank, in the computation and as summed gradients."""
@@ -179,6 +182,7 @@ class Placement:
             "logits": self._logits(tokens),
             # Received, and in the order of the layers.
             "exchanged gradients": 2 * pipeline.filled * stages.gradients,
+            "program": _PROGRAM if self.accelerator.platform == "tpu" else 0.0,
         }
 
     def deferred_over_saved(self, candidate: Candidate) -> float:
@@ -231,14 +235,15 @@ class Placement:
         return tokens * (saved.split / self.tensor_parts + saved.whole + routed)
 
     def _logits(self, tokens: float) -> float:
-        """Returns the bytes of a chunk's logits in float32, the head and its gradient.
+        """Returns the bytes of a chunk's logits in float32, of the head, and of both gradients.
 
         Several chunks add up the head's gradient in float32; of a single chunk, the head makes room
-        for its gradient, as logits do for theirs.
+        for its gradient, as logits do for theirs if it is in float32 too.
         """
         chunk, itemsize = self._chunk(tokens), self.work.compute_itemsize
         head = itemsize + 4 if chunk < tokens else itemsize
-        return self._vocab * (self.work.dim * head + chunk * 4)
+        logits = 4 if itemsize == 4 else 4 + itemsize
+        return self._vocab * (self.work.dim * head + chunk * logits)
 
     @property
     def _vocab(self) -> int:
