@@ -5,6 +5,7 @@ Sources: arXiv:2407.10671, arXiv:2310.06825 and https://huggingface.co/blog/smol
 
 from collections.abc import Callable
 
+from moelib.core.config_types import shortened
 from moelib.core.errors import UserError
 from moelib.huggingface import blocks, grouped_query
 from moelib.huggingface.family import Family
@@ -43,8 +44,8 @@ def _smollm3(settings: Settings) -> CausalLM.Config:
     ropes = ropes or [int((n + 1) % interval != 0) for n in range(total)]
     if len(ropes) < total:
         raise UserError(
-            f"{settings.source}: no_rope_layers={ropes}; it must have {total} numbers or more, one "
-            "for each layer."
+            f"{settings.source}: no_rope_layers={shortened(ropes)}; it must have {total} numbers or "
+            "more, one for each layer."
         )
     settings.skip("max_window_layers")  # Unused by this family.
     attention = blocks.attention_with_bias(settings)

@@ -48,6 +48,9 @@ FAMILIES = (
     *(FLEX_OLMO, GRANITEMOE, GRANITEMOESHARED, HUNYUAN_MOE, DBRX),
 )
 
+# Families whose rotary embeddings are more than one `rope_parameters`.
+_OWN_ROPE = (DBRX, OLMO3)
+
 _MAX_NAMED = 5  # Differences listed in an error.
 
 
@@ -186,11 +189,10 @@ def published_settings(values: Mapping[str, Any], cfg: CausalLM.Config) -> tuple
     family = check_computes(settings, "config.json", cfg, ignored=None)
     if family.written_as is not None:
         raise UserError(f"model_type={family.model_type!r} is written as {family.written_as!r}.")
-    parameters = settings.get("rope_parameters")
-    if parameters and any(isinstance(x, dict) for x in parameters.values()):  # One for each kind.
+    if family in _OWN_ROPE:
         written = family.settings(cfg)
         settings |= {name: x for name, x in written.items() if name.startswith("rope_")}
-    elif parameters:
+    elif settings.get("rope_parameters"):
         known = Settings(settings, "config.json", family.defaults)
         settings |= blocks.rope_spellings(blocks.rope_parameters(known))
     if cfg.multi_token_prediction is None and "num_nextn_predict_layers" in settings:

@@ -32,6 +32,8 @@ def _rope(settings: Settings, head_dim: int) -> RotaryEmbedding.Config:
     found = blocks.rope_parameters(settings)
     if found["rope_type"] != "dynamic" or not found.get("alpha"):
         return blocks.rope(settings)
+    if head_dim < 3:
+        raise UserError(f"{settings.source}: head_dim={head_dim}; with alpha it must be above 2.")
     stretch = found["alpha"] ** (head_dim / (head_dim - 2))
     return RotaryEmbedding.default_config().set(theta=float(found["rope_theta"] * stretch))
 

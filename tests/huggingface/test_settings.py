@@ -8,7 +8,7 @@ import pytest
 
 from moelib.core.errors import UserError
 from moelib.huggingface.blocks import layers_of
-from moelib.huggingface.families import read_model
+from moelib.huggingface.families import published_settings, read_model
 from moelib.layers.rope import RotaryEmbedding, YarnRotaryEmbedding
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
@@ -113,6 +113,7 @@ def test_parameters_of_rotary_embeddings_are_checked(name, value):
         ("olmo3", {"rope_parameters": {"full_attention": {}, "x": {}}}, "rope_parameters='x'"),
         ("granite", {"mlp_bias": True}, "mlp_bias=True"),
         ("hunyuan_v1_dense", {"rope_parameters": {"rope_type": "dynamic"}}, "rope_type='dynamic'"),
+        ("hunyuan_v1_dense", {"head_dim": 2}, "head_dim=2"),
         ("hunyuan_v1_dense", {"use_cla": True}, "use_cla=True"),
         ("hunyuan_v1_moe", {"moe_intermediate_size": [8, 9]}, "moe_intermediate_size="),
         ("hunyuan_v1_moe", {"moe_topk": [2, 2, 2]}, "num_hidden_layers=2"),
@@ -126,6 +127,14 @@ def test_parameters_of_rotary_embeddings_are_checked(name, value):
 def test_what_no_layer_computes_is_refused(family, settings, message):
     with pytest.raises(UserError, match=rf"config\.json: .*{message}"):
         read(family, **settings)
+
+
+def test_a_published_dbrx_is_written_with_the_base_where_transformers_reads_it():
+    values = json.loads((FIXTURES / "dbrx/config.json").read_text())
+    del values["rope_parameters"]
+    written = published_settings(values, read("dbrx", rope_parameters=None)[1])[1]
+    assert written["rope_parameters"]["rope_theta"] == 500.0
+    assert written["attn_config"] == values["attn_config"]
 
 
 def test_a_rate_of_dropout_is_read_with_a_warning(caplog):
