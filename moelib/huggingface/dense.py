@@ -44,8 +44,8 @@ def _smollm3(settings: Settings) -> CausalLM.Config:
     ropes = ropes or [int((n + 1) % interval != 0) for n in range(total)]
     if len(ropes) < total:
         raise UserError(
-            f"{settings.source}: no_rope_layers={shortened(ropes)}; it must have {total} numbers or "
-            "more, one for each layer."
+            f"{settings.source}: no_rope_layers={shortened(ropes)}; it must have {total} numbers "
+            "or more, one for each layer."
         )
     settings.skip("max_window_layers")  # Unused by this family.
     attention = blocks.attention_with_bias(settings)
