@@ -51,7 +51,7 @@ WINDOW, FULL = "sliding_attention", "full_attention"
 WINDOWED = {"use_sliding_window": BOTH, "sliding_window": [3, 5]}
 FACTORS = {
     "attention_bias": BOTH,
-    "attention_multiplier": [0.5, 0.25, 0.1],
+    "attention_multiplier": [0.4, 0.25, 0.1],
     "embedding_multiplier": [1.0, 3.0, 12],
     "logits_scaling": [1.0, 7.0, 8],
     "residual_multiplier": [1.0, 0.3],
