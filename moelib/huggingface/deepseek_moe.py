@@ -97,10 +97,7 @@ def first_dense(settings: Settings) -> list[bool]:
 
 
 def listed_dense(settings: Settings, num_dense: int) -> list[bool]:
-    """Returns whether each layer is dense by `mlp_layer_types`; the first `num_dense` by default.
-
-    The default number may be above that of the layers.
-    """
+    """Returns whether each layer is dense by `mlp_layer_types`; by default the first are."""
     kinds = settings.take("mlp_layer_types", None)
     if kinds is None:
         settings.expect(first_k_dense_replace=num_dense)

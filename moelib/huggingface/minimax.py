@@ -21,7 +21,6 @@ IN_LAYER: Table = {
     ],
 }
 _NAMES = "num_local_experts", "intermediate_size"  # Settings of `blocks.moe`.
-_HEAD_DIM = 128
 
 
 def _model(settings: Settings) -> CausalLM.Config:
@@ -59,7 +58,7 @@ MINIMAX_M2 = Family(
     _settings,
     lambda cfg: IN_LAYER,
     defaults={
-        "head_dim": _HEAD_DIM,
+        "head_dim": 128,
         "max_position_embeddings": 196608,
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-6,
