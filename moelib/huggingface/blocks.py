@@ -260,8 +260,9 @@ def attention(
         num_heads=heads,
         num_kv_heads=settings.take("num_key_value_heads", None) or heads,
         head_dim=head_dim,
-        rope=rope(settings, head_dim=head_dim if partial_rotary else None),
     )
+    if "rope" not in fields:
+        fields["rope"] = rope(settings, head_dim=head_dim if partial_rotary else None)
     return cfg.set(**fields)
 
 
@@ -278,7 +279,8 @@ def attention_settings(cfg: CausalLM.Config, *, partial_rotary: bool = False) ->
     attention = next((layer for layer in layers if layer.rope is not None), layers[0])
     attention = expect(attention, GroupedQueryAttention.Config)
     head_dim = attention.head_dim or cfg.dim // attention.num_heads
-    rope = rope_settings(attention.rope, head_dim if partial_rotary else None)
+    rope = attention.rope or RotaryEmbedding.default_config()
+    rope = rope_settings(rope, head_dim if partial_rotary else None)
     return {
         **model_settings(cfg),
         "num_attention_heads": attention.num_heads,
@@ -288,7 +290,7 @@ def attention_settings(cfg: CausalLM.Config, *, partial_rotary: bool = False) ->
     }
 
 
-_WINDOWED, _FULL = "sliding_attention", "full_attention"
+WINDOWED, FULL = "sliding_attention", "full_attention"
 
 
 def windows(settings: Settings, default: Callable[[int], bool]) -> list[int | None]:
@@ -300,18 +302,18 @@ def windows(settings: Settings, default: Callable[[int], bool]) -> list[int | No
     """
     window, total = settings.take("sliding_window"), settings.take("num_hidden_layers")
     kinds = settings.take("layer_types", None) or [
-        _WINDOWED if default(n) else _FULL for n in range(total)
+        WINDOWED if default(n) else FULL for n in range(total)
     ]
     settings.expect(num_hidden_layers=len(kinds))
-    known = {_FULL: None} | ({} if window is None else {_WINDOWED: window})
+    known = {FULL: None} | ({} if window is None else {WINDOWED: window})
     return [settings.lookup("layer_types", kind, known) for kind in kinds]
 
 
-def window_settings(cfg: CausalLM.Config, default: int) -> dict[str, Any]:
+def window_settings(cfg: CausalLM.Config, default: int | None = None) -> dict[str, Any]:
     """Returns the settings that `windows` reads; `default` is the window if no layer has one."""
     found = [layer.self_attention.window for layer in layers_of(cfg.decoder)]
     return {
-        "layer_types": [_WINDOWED if window else _FULL for window in found],
+        "layer_types": [WINDOWED if window else FULL for window in found],
         "sliding_window": max(window or 0 for window in found) or default,
     }
 
@@ -394,23 +396,28 @@ def moe_layers_of(cfg: CausalLM.Config) -> list[MoELayer.Config]:
 # -- Models --------------------------------------------------------------------------------------
 
 
-def model(settings: Settings, attention: Any, feed_forward: Any) -> CausalLM.Config:
+def model(settings: Settings, attention: Any, feed_forward: Any, **fields: Any) -> CausalLM.Config:
     """Returns the model whose layers have these two parts; a list has a part for each layer.
+
+    The fields are those of every layer; the last norm of the model is of the same kind.
 
     Raises:
         UserError: If a setting of the file was never read.
     """
-    settings.expect(hidden_act="silu", attention_dropout=0.0)
+    settings.expect(hidden_act="silu")
+    if rate := settings.take("attention_dropout", 0.0):
+        logger.warning("%s: attention_dropout=%s has no effect in moelib.", settings.source, rate)
     total = settings.take("num_hidden_layers")
     each = (x if isinstance(x, list) else [x] * total for x in (attention, feed_forward))
-    layer = TransformerLayer.default_config().set(norm=norm(settings))
+    last = fields.get("norm") or fields.get("output_norm") or norm(settings)
+    layer = TransformerLayer.default_config().set(norm=last).set(**fields)
     layers = [layer.clone(self_attention=a, feed_forward=f) for a, f in zip(*each, strict=True)]
     tied = settings.take("tie_word_embeddings", False)
     cfg = CausalLM.default_config().set(
         vocab_size=settings.take("vocab_size"),
         dim=settings.take("hidden_size"),
         decoder=stack(layers),
-        output_norm=layer.norm.clone(),
+        output_norm=last.clone(),
     )
     if tied:
         cfg.lm_head = None

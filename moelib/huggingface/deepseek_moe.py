@@ -137,7 +137,7 @@ def multi_token_model(settings: Settings, attention: Any, dense: Sequence[bool])
     cfg = sigmoid_model(settings, attention, dense)
     if num_depths:
         layer = blocks.layers_of(cfg.decoder)[-1]
-        module = MultiTokenModule.default_config().set(norm=layer.norm, layer=layer)
+        module = MultiTokenModule.default_config().set(norm=cfg.output_norm, layer=layer)
         further = MultiTokenPrediction.default_config().set(num_depths=num_depths, module=module)
         cfg.multi_token_prediction = further
     return cfg

@@ -49,6 +49,14 @@ DEEPSEEK = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 4,
 }
+GRANITE = {
+    **SHAPE,
+    "tie_word_embeddings": True,
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 6.0,
+}
 GLM = {
     **SHAPE,
     "head_dim": 8,
@@ -164,6 +172,125 @@ FAMILIES = {
             "norm_topk_prob": True,
             "num_nextn_predict_layers": 0,  # transformers reads none.
             "rope_parameters": YARN,
+        },
+    ),
+    "qwen2": (
+        transformers.Qwen2Config,
+        {
+            **SHAPE,
+            "num_hidden_layers": 3,
+            "intermediate_size": 24,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 2,
+        },
+    ),
+    "mistral": (
+        transformers.MistralConfig,
+        {**SHAPE, "intermediate_size": 24, "head_dim": 8, "sliding_window": 5},
+    ),
+    "smollm3": (
+        transformers.SmolLM3Config,
+        {
+            **SHAPE,
+            "num_hidden_layers": 4,
+            "intermediate_size": 24,
+            "no_rope_layer_interval": 2,
+            "pad_token_id": None,
+        },
+    ),
+    "olmo2": (
+        transformers.Olmo2Config,
+        {**SHAPE, "intermediate_size": 24, "pad_token_id": None, "eos_token_id": None},
+    ),
+    "olmo3": (
+        transformers.Olmo3Config,
+        {
+            **SHAPE,
+            "num_hidden_layers": 4,
+            "intermediate_size": 24,
+            "sliding_window": 5,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 500.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "truncate": True,
+                    "attention_factor": 1.2,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+            "pad_token_id": None,
+            "eos_token_id": None,
+        },
+    ),
+    "flex_olmo": (
+        transformers.FlexOlmoConfig,
+        {
+            **SHAPE,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 8,
+            "pad_token_id": None,
+            "eos_token_id": None,
+        },
+    ),
+    "granite": (transformers.GraniteConfig, {**GRANITE, "intermediate_size": 24}),
+    "granitemoe": (
+        transformers.GraniteMoeConfig,
+        {**GRANITE, "intermediate_size": 8, "num_local_experts": 8, "num_experts_per_tok": 3},
+    ),
+    "granitemoeshared": (
+        transformers.GraniteMoeSharedConfig,
+        {
+            **GRANITE,
+            "intermediate_size": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 12,
+        },
+    ),
+    "hunyuan_v1_dense": (
+        transformers.HunYuanDenseV1Config,
+        {
+            **SHAPE,
+            "intermediate_size": 24,
+            "head_dim": 6,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 100.0,
+                "factor": 1.0,
+                "alpha": 50.0,
+            },
+            "pad_token_id": None,
+        },
+    ),
+    "hunyuan_v1_moe": (
+        transformers.HunYuanMoEV1Config,
+        {
+            **SHAPE,
+            "intermediate_size": 8,
+            "head_dim": 8,
+            "num_experts": 8,
+            "moe_topk": [2, 3],
+            "pad_token_id": None,
+        },
+    ),
+    "dbrx": (
+        transformers.DbrxConfig,
+        {
+            "d_model": 16,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": 64,
+            "vocab_size": 40,
+            # transformers reads the base from rope_parameters alone, and requires the other.
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 500.0},
+            "ffn_config": {"ffn_hidden_size": 8, "moe_num_experts": 8, "moe_top_k": 2},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
         },
     ),
     "glm4_moe_lite": (
@@ -345,7 +472,7 @@ def build(family, seed=0, **changes):
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "inv_freq" in name:
                 continue
-            if "norm" in name:
+            if "norm" in name and tensor.ndim == 1:  # DBRX has attention in a "norm_attn_norm".
                 tensor.uniform_(0.5, 1.5)
             elif "bias" in name or "sinks" in name:
                 tensor.uniform_(-0.5, 0.5)
@@ -369,10 +496,11 @@ class Choices:
 
     def __init__(self, model):
         self.of_layer = {}
-        for number, layer in enumerate(getattr(model.model, "language_model", model.model).layers):
-            experts = getattr(getattr(layer.mlp, "text_moe", layer.mlp), "experts", None)
-            if experts is not None:
-                experts.register_forward_pre_hook(self._hook(number), with_kwargs=True)
+        base = getattr(model.base_model, "language_model", model.base_model)
+        for number, layer in enumerate(base.blocks if hasattr(base, "blocks") else base.layers):
+            for name, module in layer.named_modules():
+                if name.rpartition(".")[2] == "experts" and "vision" not in name:
+                    module.register_forward_pre_hook(self._hook(number), with_kwargs=True)
 
     def _hook(self, number):
         def hook(module, args, kwargs):
@@ -423,7 +551,7 @@ def expected(model):
     module = sys.modules[type(model).__module__]
     has_aux_loss = hasattr(module, "load_balancing_loss_func") and hasattr(model, "num_experts")
     if has_aux_loss and choices.of_layer:
-        routed = model.model(**inputs, output_router_logits=True)
+        routed = model.base_model(**inputs, output_router_logits=True)
         made["aux_loss"] = module.load_balancing_loss_func(
             routed.router_logits, model.num_experts, model.num_experts_per_tok
         )

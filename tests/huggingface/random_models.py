@@ -47,6 +47,18 @@ LATENT = {
     "rope_parameters": [DEFAULT, LLAMA3, YARN, {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}],
     "v_head_dim": [4, 6],
 }
+WINDOW, FULL = "sliding_attention", "full_attention"
+WINDOWED = {"use_sliding_window": BOTH, "sliding_window": [3, 5]}
+FACTORS = {
+    "attention_bias": BOTH,
+    "attention_multiplier": [0.4, 0.25, 0.1],
+    "embedding_multiplier": [1.0, 3.0, 12],
+    "logits_scaling": [1.0, 7.0, 8],
+    "residual_multiplier": [1.0, 0.3],
+}
+STRETCHED = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 1.0, "alpha": 50.0}
+HUNYUAN = {**GROUPED, "attention_bias": BOTH, "head_dim": [4, 6]}
+HUNYUAN |= {"rope_parameters": [DEFAULT, STRETCHED, {**STRETCHED, "alpha": 1000.0}]}
 LISTED = [None, ["sparse", "dense"], ["dense", "sparse"], ["sparse", "sparse"]]
 DENSE = {"first_k_dense_replace": [0, 1, 2]}
 
@@ -135,6 +147,53 @@ CHOICES = {
         ],
     },
     "minimax_m2": {**GROUPED, "head_dim": [8, 16], "rotary_dim": [2, 4, 8]},
+    "qwen2": {**GROUPED, **WINDOWED, "max_window_layers": [0, 1, 2], "head_dim": [4, 6]},
+    "mistral": {**GROUPED, "sliding_window": [3, None], "head_dim": [4, 6]},
+    "smollm3": {
+        **GROUPED,
+        **WINDOWED,
+        "no_rope_layers": [[0, 1, 1], [1, 0, 1], [0, 0, 1], None],
+        "no_rope_layer_interval": [2, 3],
+    },
+    "olmo2": {**GROUPED, "attention_bias": BOTH, "head_dim": [4, 6]},
+    "olmo3": {
+        **GROUPED,
+        "attention_bias": BOTH,
+        "num_hidden_layers": [3],
+        "layer_types": [None, [FULL, WINDOW, FULL], [WINDOW, WINDOW, FULL], [FULL] * 3],
+        "rope_parameters": [{FULL: x, WINDOW: y} for x in ROPES for y in (DEFAULT, LLAMA3)],
+        "sliding_window": [3, 5],
+    },
+    "flex_olmo": {
+        **GROUPED,
+        "attention_bias": BOTH,
+        "norm_topk_prob": BOTH,
+        "num_experts": [4, 8],
+    },
+    "hunyuan_v1_dense": {**HUNYUAN},
+    "hunyuan_v1_moe": {**HUNYUAN, "moe_topk": [2, 3, [2, 3]], "num_hidden_layers": [2]},
+    "dbrx": {
+        "n_layers": [1, 2, 3],
+        "attn_config": [
+            {"kv_n_heads": n, "clip_qkv": clip, "rope_theta": 1e4}
+            for n in (1, 2, 4)
+            for clip in (0.5, 1.5, 8)
+        ],
+        "ffn_config": [
+            {
+                "ffn_hidden_size": 8,
+                "moe_num_experts": 4,
+                "moe_top_k": k,
+                "moe_normalize_expert_weights": power,
+            }
+            for k in (2, 3)
+            for power in (None, 1.0)
+        ],
+        "rope_parameters": ROPES,
+    },
+    "granite": {**GROUPED, **FACTORS},
+    "granitemoe": {**GROUPED, **FACTORS, "num_local_experts": [4, 8]},
+    "granitemoeshared": {**GROUPED, **FACTORS, "shared_intermediate_size": [0, 12]},
 }
 
 

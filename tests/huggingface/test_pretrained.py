@@ -497,12 +497,12 @@ def test_heads_that_do_not_divide_the_width_are_named():
         settings_of(cfg)
 
 
-def test_a_llama_whose_heads_do_not_divide_the_width_is_a_qwen2_moe_of_dense_layers(tmp_path):
+def test_a_llama_whose_heads_do_not_divide_the_width_is_a_mistral(tmp_path):
     cfg, _ = read_config(str(FIXTURES / "llama3"))
     for layer in cfg.decoder.block:
         layer.self_attention.set(num_heads=6, num_kv_heads=2, head_dim=4)
     settings, back = round_trip(cfg, tmp_path / "out")
-    assert settings["architectures"] == ["Qwen2MoeForCausalLM"]
+    assert settings["architectures"] == ["MistralForCausalLM"]
     assert back == cfg
 
 
