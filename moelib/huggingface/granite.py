@@ -5,10 +5,11 @@ Sources: https://github.com/ibm-granite/granite-3.0-language-models and arXiv:24
 
 from typing import Any
 
-from moelib.huggingface import blocks, llama
+from moelib.huggingface import blocks, grouped_query, llama
 from moelib.huggingface.family import Family
 from moelib.huggingface.settings import Settings
 from moelib.huggingface.tensor_mapping import Part, Table
+from moelib.layers.feed_forward import FeedForward
 from moelib.layers.moe.router import Router, Score
 from moelib.models.causal_lm import CausalLM
 
@@ -44,48 +45,22 @@ def _model(settings: Settings, feed_forward: Any) -> CausalLM.Config:
     return cfg.set(logit_divisor=logit_divisor)
 
 
-def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    layer, settings = cfg.decoder.block[0], blocks.attention_settings(cfg)
-    attention = layer.self_attention
-    return {
-        **settings,
-        "attention_bias": attention.qkv_bias,
-        "attention_multiplier": attention.score_scale or settings["head_dim"] ** -0.5,
-        "embedding_multiplier": cfg.embedding.scale or 1.0,
-        "logits_scaling": cfg.logit_divisor or 1.0,
-        "residual_multiplier": layer.residual_scale or 1.0,
-    }
-
-
 def _dense(settings: Settings) -> CausalLM.Config:
-    settings.expect(mlp_bias=False)
-    return _model(settings, blocks.feed_forward(settings.take("intermediate_size")))
+    return _model(settings, grouped_query.feed_forward(settings))
 
 
-def _dense_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    hidden_dim = cfg.decoder.block[0].feed_forward.hidden_dim
-    return {**_settings(cfg), "intermediate_size": hidden_dim}
-
-
-def _moe(settings: Settings) -> CausalLM.Config:
+def _moe(settings: Settings, shared: FeedForward.Config | None = None) -> CausalLM.Config:
     router = Router.default_config().set(score=Score.SOFTMAX_AFTER_TOP_K)
-    moe = blocks.moe(settings, *_NAMES, router=router)
-    if shared := settings.take("shared_intermediate_size", 0):
-        moe.shared_experts = blocks.feed_forward(shared)
-    return _model(settings, moe)
+    return _model(settings, blocks.moe(settings, *_NAMES, router=router, shared_experts=shared))
+
+
+def _moe_shared(settings: Settings) -> CausalLM.Config:
+    hidden_dim = settings.take("shared_intermediate_size", 0)
+    return _moe(settings, blocks.feed_forward(hidden_dim) if hidden_dim else None)
 
 
 def _moe_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    return {
-        **_settings(cfg),
-        **blocks.moe_settings(cfg, *_NAMES),
-        **blocks.balance_settings(cfg),
-    }
-
-
-def _shared_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    shared = blocks.moe_of(cfg).shared_experts
-    return {**_moe_settings(cfg), "shared_intermediate_size": shared.hidden_dim if shared else 0}
+    return grouped_query.settings_of(cfg, "num_local_experts")
 
 
 _DEFAULTS = {
@@ -102,7 +77,7 @@ GRANITE = Family(
     "granite",
     "GraniteForCausalLM",
     _dense,
-    _dense_settings,
+    grouped_query.settings_of,
     lambda cfg: IN_LAYER,
     defaults=_DEFAULTS,
 )
@@ -117,8 +92,8 @@ GRANITEMOE = Family(
 GRANITEMOESHARED = Family(
     "granitemoeshared",
     "GraniteMoeSharedForCausalLM",
-    _moe,
-    _shared_settings,
+    _moe_shared,
+    _moe_settings,
     lambda cfg: IN_LAYER,
     defaults=_DEFAULTS,
 )
