@@ -89,6 +89,12 @@ MOE: Table = {
     **feed_forward_table("feed_forward/experts", "mlp.experts.{e}"),
 }
 
+# All experts in one tensor, gate and up projections one after the other.
+FUSED_EXPERTS: Table = {
+    "feed_forward/experts/up": [Part("mlp.experts.gate_up_proj", "e (n f) d -> e n d f")],
+    "feed_forward/experts/down": [Part("mlp.experts.down_proj", "e d f -> e f d")],
+}
+
 
 # -- Rotary embeddings ---------------------------------------------------------------------------
 
@@ -331,22 +337,33 @@ def feed_forward(hidden_dim: int) -> FeedForward.Config:
     return FeedForward.default_config().set(hidden_dim=hidden_dim, activation=Activation.SWIGLU)
 
 
-def moe(settings: Settings, num_experts: str, hidden_dim: str, **fields: Any) -> MoELayer.Config:
-    """Returns an MoE layer from `num_experts_per_tok` and the settings of these two names."""
+_PER_TOKEN = "num_experts_per_tok"
+
+
+def moe(
+    settings: Settings,
+    num_experts: str,
+    hidden_dim: str,
+    per_token: str = _PER_TOKEN,
+    **fields: Any,
+) -> MoELayer.Config:
+    """Returns an MoE layer from the settings of these three names."""
     cfg = MoELayer.default_config().set(
         num_experts=settings.take(num_experts),
-        num_experts_per_token=settings.take("num_experts_per_tok"),
+        num_experts_per_token=settings.take(per_token),
         hidden_dim=settings.take(hidden_dim),
     )
     return cfg.set(**fields)
 
 
-def moe_settings(cfg: CausalLM.Config, num_experts: str, hidden_dim: str) -> dict[str, Any]:
+def moe_settings(
+    cfg: CausalLM.Config, num_experts: str, hidden_dim: str, per_token: str = _PER_TOKEN
+) -> dict[str, Any]:
     """Returns the settings that `moe` reads."""
     found = moe_of(cfg)
     return {
         num_experts: found.num_experts,
-        "num_experts_per_tok": found.num_experts_per_token,
+        per_token: found.num_experts_per_token,
         hidden_dim: found.hidden_dim,
     }
 
@@ -393,7 +410,9 @@ def model(settings: Settings, attention: Any, feed_forward: Any, **fields: Any) 
     Raises:
         UserError: If a setting of the file was never read.
     """
-    settings.expect(hidden_act="silu", attention_dropout=0.0)
+    settings.expect(hidden_act="silu")
+    if rate := settings.take("attention_dropout", 0.0):
+        logger.warning("%s: attention_dropout=%s has no effect in moelib.", settings.source, rate)
     total = settings.take("num_hidden_layers")
     each = (x if isinstance(x, list) else [x] * total for x in (attention, feed_forward))
     last = fields.get("norm") or fields.get("output_norm") or norm(settings)

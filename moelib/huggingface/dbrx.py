@@ -6,7 +6,7 @@ Source: https://www.databricks.com/blog/introducing-dbrx-new-state-art-open-llm.
 from collections.abc import Mapping
 from typing import Any
 
-from moelib.huggingface import blocks
+from moelib.huggingface import blocks, grouped_query
 from moelib.huggingface.family import Family
 from moelib.huggingface.settings import Settings
 from moelib.huggingface.tensor_mapping import Part, Table
@@ -15,11 +15,17 @@ from moelib.layers.moe.router import Router, Score
 from moelib.layers.norm import LayerNorm
 from moelib.models.causal_lm import CausalLM
 
-IN_MODEL: Table = {
-    "embedding/weight": [Part("transformer.wte.weight", "v d -> v d")],
-    "output_norm/scale": [Part("transformer.norm_f.weight", "d -> d")],
-    "lm_head/weight": [Part("lm_head.weight", "v d -> d v")],
+_NAMES_OF_PARTS = {
+    "model.embed_tokens": "transformer.wte",
+    "model.layers": "transformer.blocks",
+    "model.norm": "transformer.norm_f",
 }
+
+
+def _tensor_name(name: str) -> str:
+    for usual, of_dbrx in _NAMES_OF_PARTS.items():
+        name = name.replace(usual, of_dbrx)
+    return name
 
 
 def _in_layer(cfg: CausalLM.Config) -> Table:
@@ -82,6 +88,7 @@ def _usual(settings: Settings) -> Settings:
         if group == "ffn_config":
             found.pop("hidden_size", None)  # That of the model, which transformers sets.
         values |= {names.get(name, name): x for name, x in found.items()}
+    settings.skip(*settings.values)  # Those inside are checked.
     return settings.inner(values)
 
 
@@ -103,12 +110,9 @@ def _model(settings: Settings) -> CausalLM.Config:
 
 def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
     layer = cfg.decoder.block[0]
-    usual = {
-        **blocks.attention_settings(cfg),
-        **blocks.moe_settings(cfg, *_NAMES),
-        **blocks.balance_settings(cfg),
-        "clip_qkv": layer.self_attention.qkv_clip,
-    }
+    if layer.self_attention.qkv_clip is None:
+        raise ValueError("DBRX cannot run without clip_qkv in transformers.")
+    usual = grouped_query.settings_of(cfg)
     groups = {
         group: {name: usual[each] for name, each in names.items() if each in usual}
         for group, names in _GROUPS.items()
@@ -125,8 +129,7 @@ DBRX = Family(
     _model,
     _settings,
     _in_layer,
-    in_model=IN_MODEL,
-    layers="transformer.blocks",
+    tensor_name=_tensor_name,
     defaults={
         "hidden_size": 2048,
         "intermediate_size": 3584,

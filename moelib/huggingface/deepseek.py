@@ -1,19 +1,23 @@
-"""DeepSeek-V2 and V3, and models with their latent attention: Kimi K2 and GLM-4.7-Flash.
+"""DeepSeek-V2 and V3, and their latent attention in Kimi K2, GLM-4.7-Flash and Mistral Small 4.
 
-Sources: arXiv:2405.04434, arXiv:2412.19437, arXiv:2507.20534 and arXiv:2508.06471.
+Sources: arXiv:2405.04434, arXiv:2412.19437, arXiv:2507.20534 and arXiv:2508.06471; for Mistral
+Small 4, its published config.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+from moelib.core.errors import UserError
 from moelib.huggingface import blocks, deepseek_moe
 from moelib.huggingface.family import Family
 from moelib.huggingface.settings import Settings
 from moelib.huggingface.tensor_mapping import Part, Table
 from moelib.layers.attention.latent import LatentAttention
+from moelib.layers.attention.temperature import AttentionTemperature
 from moelib.layers.moe.router import Router, Score
 from moelib.layers.norm import RMSNorm
-from moelib.layers.rope import yarn_mscale
+from moelib.layers.rope import RotaryEmbedding, yarn_mscale
 from moelib.models.causal_lm import CausalLM
 
 LATENT_EPS = 1e-6  # Epsilon of the latents' norms, which does not follow rms_norm_eps.
@@ -57,13 +61,17 @@ ATTENTION = {  # Our field -> its setting.
 }
 
 
-def _attention(settings: Settings) -> LatentAttention.Config:
+def _attention(
+    settings: Settings, also_read: Sequence[str] = (), head_dim: int | None = None
+) -> LatentAttention.Config:
+    """Returns the attention; `also_read` and `head_dim` are as in `blocks.rope`."""
     settings.expect(attention_bias=False)
     settings.skip("num_key_value_heads", "head_dim", "qk_head_dim")
     fields = {field: settings.take(name) for field, name in ATTENTION.items()}
     parameters, name = blocks.rope_parameters(settings), "mscale_all_dim"
     scales = parameters["rope_type"] != "default" and parameters.get(name)
-    rope = blocks.rope(settings, also_read=(name,) if scales else ())
+    also_read = (*also_read, name) if scales else also_read
+    rope = blocks.rope(settings, also_read, head_dim=head_dim)
     return LatentAttention.default_config().set(
         **fields,
         rope=rope,
@@ -96,9 +104,42 @@ def _v3(settings: Settings) -> CausalLM.Config:
 
 
 def _glm4_moe_lite(settings: Settings) -> CausalLM.Config:
-    settings.expect(rope_interleave=True, first_k_dense_replace=1)
+    settings.expect(rope_interleave=True)
     dense = deepseek_moe.listed_dense(settings, num_dense=1)
     return deepseek_moe.multi_token_model(settings, _attention(settings), dense)
+
+
+# Parameters of Mistral's rotary embedding that its queries' temperature reads.
+_BETA, _CONTEXT = "llama_4_scaling_beta", "original_max_position_embeddings"
+_MAX_CONTEXT, _MISTRAL_CONTEXT = "max_position_embeddings", 8192
+
+
+def _mistral4(settings: Settings) -> CausalLM.Config:
+    settings.expect(rope_interleave=True)
+    parameters, also_read = blocks.rope_parameters(settings), (_BETA, _CONTEXT, _MAX_CONTEXT)
+    head_dim = settings.take("qk_nope_head_dim") + settings.take("qk_rope_head_dim")
+    attention = _attention(settings, also_read, head_dim)
+    rope = blocks.expect(attention.rope, RotaryEmbedding.Config)
+    if rope.rotary_dim not in (None, attention.rope_head_dim):
+        raise UserError(
+            f"{settings.source}: partial_rotary_factor rotates {rope.rotary_dim} of {head_dim} "
+            f"entries; moelib supports only qk_rope_head_dim={attention.rope_head_dim}."
+        )
+    rope.rotary_dim = None  # All of the entries that have positions.
+    if parameters.get(_BETA) is None:
+        raise UserError(f"{settings.source}: {_BETA} of rope_parameters is missing.")
+    if parameters[_BETA]:
+        context = parameters.get(_CONTEXT) or settings.take(_MAX_CONTEXT)
+        temperature = AttentionTemperature.default_config()
+        attention.temperature = temperature.set(beta=float(parameters[_BETA]), context=context)
+    router = Router.default_config().set(
+        score=Score.SOFTMAX_BEFORE_TOP_K,
+        renormalize=settings.take("norm_topk_prob"),
+        scaling_factor=float(settings.take("routed_scaling_factor")),
+    )
+    router, dense = deepseek_moe.with_groups(settings, router), deepseek_moe.first_dense(settings)
+    parts = deepseek_moe.feed_forwards(settings, router, dense)
+    return blocks.model(settings, attention, parts)
 
 
 def _mscale_all_dim(score_factor: float, factor: float) -> float:
@@ -125,27 +166,21 @@ def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
 
 def _v2_settings(cfg: CausalLM.Config) -> dict[str, Any]:
     grouped = blocks.moe_of(cfg).router.num_groups is not None
-    return {
-        **_settings(cfg),
-        **deepseek_moe.first_dense_settings(cfg),
-        "topk_method": "group_limited_greedy" if grouped else "greedy",
-    }
+    return {**_settings(cfg), "topk_method": "group_limited_greedy" if grouped else "greedy"}
 
 
-def _v3_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    return {
-        **_settings(cfg),
-        **deepseek_moe.first_dense_settings(cfg),
-        **deepseek_moe.multi_token_settings(cfg),
-    }
-
-
-def _glm4_moe_lite_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    return {
-        **_settings(cfg),
-        **deepseek_moe.listed_dense_settings(cfg),
-        **deepseek_moe.multi_token_settings(cfg),
-    }
+def _mistral4_settings(cfg: CausalLM.Config) -> dict[str, Any]:
+    layer = blocks.layers_of(cfg.decoder)[0]
+    attention = blocks.expect(layer.self_attention, LatentAttention.Config)
+    temperature, rotated = attention.temperature, attention.rope_head_dim
+    settings = _settings(cfg)
+    rope = {_BETA: 0.0, _CONTEXT: _MISTRAL_CONTEXT, **settings["rope_parameters"]}
+    rope["partial_rotary_factor"] = rotated / (attention.nope_head_dim + rotated)
+    if rope["rope_type"] == "default":
+        raise ValueError("Mistral 4 of transformers has no rotary embedding of type 'default'.")
+    if temperature is not None:
+        rope |= {_BETA: temperature.beta, _CONTEXT: temperature.context}
+    return {**settings, **blocks.rope_spellings(rope)}
 
 
 _DEFAULTS = {  # Shared by both versions.
@@ -176,7 +211,7 @@ V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     _v3,
-    _v3_settings,
+    _settings,
     _in_layer,
     defaults={
         **_DEFAULTS,
@@ -196,7 +231,6 @@ GLM4_MOE_LITE = V3._replace(
     model_type="glm4_moe_lite",
     architecture="Glm4MoeLiteForCausalLM",
     model=_glm4_moe_lite,
-    settings=_glm4_moe_lite_settings,
     defaults={
         "kv_lora_rank": 512,
         "max_position_embeddings": 202752,
@@ -210,5 +244,37 @@ GLM4_MOE_LITE = V3._replace(
         "routed_scaling_factor": 1.8,
         "topk_group": 1,
         "v_head_dim": 256,
+    },
+)
+MISTRAL4 = Family(
+    "mistral4",
+    "Mistral4ForCausalLM",
+    _mistral4,
+    _mistral4_settings,
+    lambda cfg: {**_in_layer(cfg), **blocks.FUSED_EXPERTS},
+    defaults={
+        "first_k_dense_replace": 0,
+        "kv_lora_rank": 256,
+        "max_position_embeddings": 1048576,
+        "n_group": 1,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "q_lora_rank": 1024,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 128.0,
+            _CONTEXT: _MISTRAL_CONTEXT,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            _BETA: 0.1,
+        },
+        "routed_scaling_factor": 1.0,
+        "topk_group": 1,
+        "v_head_dim": 128,
     },
 )

@@ -33,11 +33,17 @@ class Names(NamedTuple):
     """Names of the settings that families spell differently."""
 
     num_experts: str = "n_routed_experts"
+    per_token: str = "num_experts_per_tok"
     num_shared: str = "n_shared_experts"
     scaling_factor: str = "routed_scaling_factor"
 
+    @property
+    def of_moe(self) -> tuple[str, str, str]:
+        """The names of the settings of `blocks.moe`."""
+        return self.num_experts, "moe_intermediate_size", self.per_token
 
-_NAMES, _HIDDEN_DIM = Names(), "moe_intermediate_size"
+
+NAMES = Names()
 _MAX_DEPTHS = 8  # Modules of multi-token prediction; published models have one.
 _FP8 = {  # V3 and others are published so; weights are dequantized when they are read.
     "activation_scheme": "dynamic",
@@ -58,7 +64,7 @@ def expect_known_quantization(settings: Settings) -> None:
             settings.expect(quantization_config=_FP8)
 
 
-def sigmoid_router(settings: Settings, names: Names = _NAMES) -> Router.Config:
+def sigmoid_router(settings: Settings, names: Names = NAMES) -> Router.Config:
     """Returns the router of DeepSeek-V3: sigmoid scores, and a bias that balances the load."""
     settings.expect(scoring_func="sigmoid", topk_method="noaux_tc")
     router = balanced_router(
@@ -91,25 +97,24 @@ def first_dense(settings: Settings) -> list[bool]:
 
 
 def listed_dense(settings: Settings, num_dense: int) -> list[bool]:
-    """Returns whether each layer is dense by `mlp_layer_types`; the first `num_dense` by default.
-
-    The default number may be above that of the layers.
-    """
+    """Returns whether each layer is dense by `mlp_layer_types`; by default the first are."""
     kinds = settings.take("mlp_layer_types", None)
     if kinds is None:
+        settings.expect(first_k_dense_replace=num_dense)
         return [n < num_dense for n in range(settings.take("num_hidden_layers"))]
+    settings.skip("first_k_dense_replace")
     settings.expect(num_hidden_layers=len(kinds))
     known = {"dense": True, "sparse": False}
     return [settings.lookup("mlp_layer_types", kind, known) for kind in kinds]
 
 
 def feed_forwards(
-    settings: Settings, router: Router.Config, dense: Sequence[bool], names: Names = _NAMES
+    settings: Settings, router: Router.Config, dense: Sequence[bool], names: Names = NAMES
 ) -> list[BaseLayer.Config]:
     """Returns each layer's part: dense, or an MoE layer with shared experts."""
     settings.expect(moe_layer_freq=1, mlp_bias=False)
     expect_known_quantization(settings)
-    moe = blocks.moe(settings, names.num_experts, _HIDDEN_DIM, router=router)
+    moe = blocks.moe(settings, *names.of_moe, router=router)
     if num_shared := settings.take(names.num_shared, None):
         moe.shared_experts = blocks.feed_forward(num_shared * moe.hidden_dim)
     settings.skip("intermediate_size")  # Unused without dense layers.
@@ -118,7 +123,7 @@ def feed_forwards(
 
 
 def sigmoid_model(
-    settings: Settings, attention: Any, dense: Sequence[bool], names: Names = _NAMES
+    settings: Settings, attention: Any, dense: Sequence[bool], names: Names = NAMES
 ) -> CausalLM.Config:
     """Returns the model with DeepSeek-V3's MoE layers and this attention, or one of each layer."""
     parts = feed_forwards(settings, sigmoid_router(settings, names), dense, names)
@@ -141,42 +146,25 @@ def multi_token_model(settings: Settings, attention: Any, dense: Sequence[bool])
 # -- Settings of a model -------------------------------------------------------------------------
 
 
-def moe_settings(cfg: CausalLM.Config, names: Names = _NAMES) -> dict[str, Any]:
-    """Returns the settings that `feed_forwards` and the routers read."""
-    moe = blocks.moe_of(cfg)
-    if moe.shared_experts is None:
-        raise ValueError("MoE layers of DeepSeek have shared experts in transformers.")
-    dense = [part for part in _parts(cfg) if isinstance(part, FeedForward.Config)]
+def moe_settings(cfg: CausalLM.Config, names: Names = NAMES) -> dict[str, Any]:
+    """Returns all settings that the functions above read; a family drops those that it does not."""
+    moe, parts = blocks.moe_of(cfg), [layer.feed_forward for layer in blocks.layers_of(cfg.decoder)]
+    dense = [part for part in parts if isinstance(part, FeedForward.Config)]
+    kinds = ["dense" if isinstance(x, FeedForward.Config) else "sparse" for x in parts]
+    found = {"first_k_dense_replace": len(dense)} if kinds == sorted(kinds) else {}
+    found |= {"intermediate_size": dense[0].hidden_dim} if dense else {}
+    shared = moe.shared_experts.hidden_dim if moe.shared_experts else 0
     return {
-        **blocks.moe_settings(cfg, names.num_experts, _HIDDEN_DIM),
-        "intermediate_size": dense[0].hidden_dim if dense else 4 * cfg.dim,  # Or unused.
-        names.num_shared: moe.shared_experts.hidden_dim // moe.hidden_dim,
+        **blocks.moe_settings(cfg, *names.of_moe),
+        **found,
+        "mlp_layer_types": kinds,
+        names.num_shared: shared // moe.hidden_dim,
         names.scaling_factor: moe.router.scaling_factor,
         "norm_topk_prob": moe.router.renormalize,
         "n_group": moe.router.num_groups or 1,
         "topk_group": moe.router.num_groups_per_token or 1,
+        "num_nextn_predict_layers": len(_further_layers(cfg)),
     }
-
-
-def _parts(cfg: CausalLM.Config) -> list[BaseLayer.Config]:
-    return [layer.feed_forward for layer in blocks.layers_of(cfg.decoder)]
-
-
-def first_dense_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    """Returns the setting that `first_dense` reads."""
-    dense = [part for part in _parts(cfg) if isinstance(part, FeedForward.Config)]
-    return {"first_k_dense_replace": len(dense)}
-
-
-def listed_dense_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    """Returns the setting that `listed_dense` reads."""
-    kinds = {True: "dense", False: "sparse"}
-    return {"mlp_layer_types": [kinds[isinstance(x, FeedForward.Config)] for x in _parts(cfg)]}
-
-
-def multi_token_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    """Returns the setting that `multi_token_model` reads."""
-    return {"num_nextn_predict_layers": len(_further_layers(cfg))}
 
 
 # -- Tensors of multi-token prediction -----------------------------------------------------------

@@ -4,24 +4,14 @@ Sources: arXiv:2407.10671, arXiv:2310.06825 and https://huggingface.co/blog/smol
 """
 
 from collections.abc import Callable
-from typing import Any
 
+from moelib.core.config_types import shortened
 from moelib.core.errors import UserError
-from moelib.huggingface import blocks
+from moelib.huggingface import blocks, grouped_query
 from moelib.huggingface.family import Family
 from moelib.huggingface.llama import IN_LAYER
 from moelib.huggingface.settings import Settings
 from moelib.models.causal_lm import CausalLM
-
-
-def _feed_forward(settings: Settings) -> Any:
-    settings.expect(mlp_bias=False)
-    return blocks.feed_forward(settings.take("intermediate_size"))
-
-
-def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    hidden_dim = cfg.decoder.block[0].feed_forward.hidden_dim
-    return {**blocks.attention_settings(cfg), "intermediate_size": hidden_dim}
 
 
 def _optional_windows(settings: Settings, default: Callable[[int], bool]) -> list[int | None]:
@@ -34,33 +24,18 @@ def _optional_windows(settings: Settings, default: Callable[[int], bool]) -> lis
     return windows
 
 
-def _window_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    settings = blocks.window_settings(cfg)
-    return {**settings, "use_sliding_window": settings["sliding_window"] is not None}
-
-
 def _qwen2(settings: Settings) -> CausalLM.Config:
     first = settings.take("max_window_layers")
     windows = _optional_windows(settings, lambda n: n >= first)
     attention = blocks.attention(settings, qkv_bias=True)
     attentions = [attention.clone(window=window) for window in windows]
-    return blocks.model(settings, attentions, _feed_forward(settings))
-
-
-def _qwen2_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    windows = [layer.self_attention.window for layer in blocks.layers_of(cfg.decoder)]
-    first = next((n for n, window in enumerate(windows) if window), len(windows))
-    return {**_settings(cfg), **_window_settings(cfg), "max_window_layers": first}
+    return blocks.model(settings, attentions, grouped_query.feed_forward(settings))
 
 
 def _mistral(settings: Settings) -> CausalLM.Config:
     settings.expect(attention_bias=False)
     attention = blocks.attention(settings, window=settings.take("sliding_window"))
-    return blocks.model(settings, attention, _feed_forward(settings))
-
-
-def _mistral_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    return {**_settings(cfg), "sliding_window": cfg.decoder.block[0].self_attention.window}
+    return blocks.model(settings, attention, grouped_query.feed_forward(settings))
 
 
 def _smollm3(settings: Settings) -> CausalLM.Config:
@@ -69,8 +44,8 @@ def _smollm3(settings: Settings) -> CausalLM.Config:
     ropes = ropes or [int((n + 1) % interval != 0) for n in range(total)]
     if len(ropes) < total:
         raise UserError(
-            f"{settings.source}: no_rope_layers={ropes}; it must have {total} numbers or more, one "
-            "for each layer."
+            f"{settings.source}: no_rope_layers={shortened(ropes)}; it must have {total} numbers "
+            "or more, one for each layer."
         )
     settings.skip("max_window_layers")  # Unused by this family.
     attention = blocks.attention_with_bias(settings)
@@ -79,24 +54,14 @@ def _smollm3(settings: Settings) -> CausalLM.Config:
         attention.clone(window=window, rope=attention.rope if rope else None)
         for window, rope in zip(windows, ropes[:total], strict=True)
     ]
-    return blocks.model(settings, attentions, _feed_forward(settings))
-
-
-def _smollm3_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    attentions = [layer.self_attention for layer in blocks.layers_of(cfg.decoder)]
-    return {
-        **_settings(cfg),
-        **_window_settings(cfg),
-        "attention_bias": attentions[0].qkv_bias,
-        "no_rope_layers": [int(each.rope is not None) for each in attentions],
-    }
+    return blocks.model(settings, attentions, grouped_query.feed_forward(settings))
 
 
 QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
     _qwen2,
-    _qwen2_settings,
+    grouped_query.settings_of,
     lambda cfg: IN_LAYER,
     defaults={
         "max_position_embeddings": 32768,
@@ -110,7 +75,7 @@ MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
     _mistral,
-    _mistral_settings,
+    grouped_query.settings_of,
     lambda cfg: IN_LAYER,
     defaults={
         "max_position_embeddings": 131072,
@@ -123,7 +88,7 @@ SMOLLM3 = Family(
     "smollm3",
     "SmolLM3ForCausalLM",
     _smollm3,
-    _smollm3_settings,
+    grouped_query.settings_of,
     lambda cfg: IN_LAYER,
     defaults={
         "max_position_embeddings": 32768,

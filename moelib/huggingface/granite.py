@@ -5,11 +5,12 @@ Sources: https://github.com/ibm-granite/granite-3.0-language-models and arXiv:24
 
 from typing import Any
 
-from moelib.huggingface import blocks, llama
+from moelib.huggingface import blocks, grouped_query, llama
 from moelib.huggingface.family import Family
 from moelib.huggingface.settings import Settings
 from moelib.huggingface.tensor_mapping import Part, Table
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
+from moelib.layers.feed_forward import FeedForward
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.router import Router, Score
 from moelib.models.causal_lm import CausalLM
@@ -25,7 +26,7 @@ IN_LAYER: Table = {
     "feed_forward/shared_experts/up": [Part("shared_mlp.input_linear.weight", "(n f) d -> n d f")],
     "feed_forward/shared_experts/down": [Part("shared_mlp.output_linear.weight", "d f -> f d")],
 }
-MOE = "num_local_experts", "intermediate_size"  # Settings of `blocks.moe`.
+_NAMES = "num_local_experts", "intermediate_size"  # Settings of `blocks.moe`.
 
 
 def _factor(settings: Settings, name: str, without: float = 1.0) -> float | None:
@@ -52,55 +53,33 @@ def model_of(settings: Settings, feed_forward: Any, mixers: Any = None) -> Causa
     return cfg.set(logit_divisor=logit_divisor)
 
 
-def settings_of(cfg: CausalLM.Config) -> dict[str, Any]:
-    """Returns the settings that `model_of` and `attention_of` read."""
-    layer, settings = cfg.decoder.block[0], blocks.attention_settings(cfg)
-    attention = blocks.attention_of(cfg)
-    return {
-        **settings,
-        "attention_bias": attention.qkv_bias,
-        "attention_multiplier": attention.score_scale or settings["head_dim"] ** -0.5,
-        "embedding_multiplier": cfg.embedding.scale or 1.0,
-        "logits_scaling": cfg.logit_divisor or 1.0,
-        "residual_multiplier": layer.residual_scale or 1.0,
-    }
-
-
 def _dense(settings: Settings) -> CausalLM.Config:
-    settings.expect(mlp_bias=False)
-    return model_of(settings, blocks.feed_forward(settings.take("intermediate_size")))
+    return model_of(settings, grouped_query.feed_forward(settings))
 
 
-def _dense_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    hidden_dim = cfg.decoder.block[0].feed_forward.hidden_dim
-    return {**settings_of(cfg), "intermediate_size": hidden_dim}
-
-
-def moe_of(settings: Settings) -> MoELayer.Config:
-    """Returns the layer of experts, shared ones of `shared_intermediate_size` among them."""
+def moe_of(settings: Settings, shared: FeedForward.Config | None = None) -> MoELayer.Config:
+    """Returns a layer of experts."""
     router = Router.default_config().set(score=Score.SOFTMAX_AFTER_TOP_K)
-    moe = blocks.moe(settings, *MOE, router=router)
-    if shared := settings.take("shared_intermediate_size", 0):
-        moe.shared_experts = blocks.feed_forward(shared)
-    return moe
+    return blocks.moe(settings, *_NAMES, router=router, shared_experts=shared)
+
+
+def shared_of(settings: Settings) -> FeedForward.Config | None:
+    """Returns the shared experts."""
+    hidden_dim = settings.take("shared_intermediate_size", 0)
+    return blocks.feed_forward(hidden_dim) if hidden_dim else None
 
 
 def _moe(settings: Settings) -> CausalLM.Config:
     return model_of(settings, moe_of(settings))
 
 
-def _moe_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    return {
-        **settings_of(cfg),
-        **blocks.moe_settings(cfg, *MOE),
-        **blocks.balance_settings(cfg),
-    }
+def _moe_shared(settings: Settings) -> CausalLM.Config:
+    return model_of(settings, moe_of(settings, shared_of(settings)))
 
 
-def shared_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    """Returns the settings that `model_of` and `moe_of` read."""
-    shared = blocks.moe_of(cfg).shared_experts
-    return {**_moe_settings(cfg), "shared_intermediate_size": shared.hidden_dim if shared else 0}
+def moe_settings(cfg: CausalLM.Config) -> dict[str, Any]:
+    """Returns the settings that these functions read."""
+    return grouped_query.settings_of(cfg, "num_local_experts")
 
 
 DEFAULTS = {
@@ -117,7 +96,7 @@ GRANITE = Family(
     "granite",
     "GraniteForCausalLM",
     _dense,
-    _dense_settings,
+    grouped_query.settings_of,
     lambda cfg: IN_LAYER,
     defaults=DEFAULTS,
 )
@@ -125,15 +104,15 @@ GRANITEMOE = Family(
     "granitemoe",
     "GraniteMoeForCausalLM",
     _moe,
-    _moe_settings,
+    moe_settings,
     lambda cfg: IN_LAYER,
     defaults=DEFAULTS,
 )
 GRANITEMOESHARED = Family(
     "granitemoeshared",
     "GraniteMoeSharedForCausalLM",
-    _moe,
-    shared_settings,
+    _moe_shared,
+    moe_settings,
     lambda cfg: IN_LAYER,
     defaults=DEFAULTS,
 )

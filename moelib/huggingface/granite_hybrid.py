@@ -13,8 +13,6 @@ from moelib.huggingface.settings import Settings
 from moelib.huggingface.tensor_mapping import Part, Table
 from moelib.layers.feed_forward import FeedForward
 from moelib.layers.mixers.mamba2 import Mamba2
-from moelib.layers.moe.layer import MoELayer
-from moelib.layers.rope import RotaryEmbedding
 from moelib.layers.transformer import TransformerLayer
 from moelib.models.causal_lm import CausalLM
 
@@ -98,33 +96,31 @@ def _model(settings: Settings) -> CausalLM.Config:
     attention = granite.attention_of(settings, rope=rope if rotated else None)
     known = {_LINEAR: mamba, "mamba": mamba, blocks.FULL: attention, "attention": attention}
     mixers = [settings.lookup("layer_types", kind, known) for kind in kinds]
+    shared = granite.shared_of(settings)
     if settings.take(_EXPERTS):
-        return granite.model_of(settings, granite.moe_of(settings), mixers)
+        return granite.model_of(settings, granite.moe_of(settings, shared), mixers)
     settings.skip("num_experts_per_tok", "intermediate_size")
-    dense = blocks.feed_forward(settings.take("shared_intermediate_size"))
-    return granite.model_of(settings, dense, mixers)
+    return granite.model_of(settings, shared, mixers)
 
 
 def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    layers = blocks.layers_of(cfg.decoder)
+    layers, attention = blocks.layers_of(cfg.decoder), blocks.attention_of(cfg)
     mixers = [layer.self_attention for layer in layers]
     mamba = next(mixer for mixer in mixers if isinstance(mixer, Mamba2.Config))
-    feed_forward = layers[0].feed_forward
-    if isinstance(feed_forward, MoELayer.Config):
-        found = granite.shared_settings(cfg)
-    else:
-        hidden_dim = blocks.expect(feed_forward, FeedForward.Config).hidden_dim
-        found = granite.settings_of(cfg) | {_EXPERTS: 0, "shared_intermediate_size": hidden_dim}
+    plain = cfg.clone()
+    plain.decoder = blocks.stack([x.clone(self_attention=attention.clone()) for x in layers])
+    found = granite.moe_settings(plain)
+    if isinstance(layers[0].feed_forward, FeedForward.Config):
+        found |= {_EXPERTS: 0, "shared_intermediate_size": layers[0].feed_forward.hidden_dim}
     channels = mamba.num_heads * mamba.head_dim
     if channels % cfg.dim:
         raise ValueError("The channels of Mamba-2 are a multiple of the width in transformers.")
-    rotated = isinstance(blocks.attention_of(cfg).rope, RotaryEmbedding.Config)
     return {
         **found,
         **{name: getattr(mamba, field) for field, name in _MAMBA.items()},
         "mamba_d_head": mamba.head_dim,
         "mamba_expand": channels // cfg.dim,
-        "position_embedding_type": "rope" if rotated else "nope",
+        "position_embedding_type": "nope" if attention.rope is None else "rope",
         "layer_types": [
             _LINEAR if isinstance(mixer, Mamba2.Config) else blocks.FULL for mixer in mixers
         ],

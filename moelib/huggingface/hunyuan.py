@@ -7,7 +7,7 @@ from typing import Any
 
 from moelib.core.config_types import shortened
 from moelib.core.errors import UserError
-from moelib.huggingface import blocks, llama
+from moelib.huggingface import blocks, grouped_query, llama
 from moelib.huggingface.family import Family
 from moelib.huggingface.settings import Settings
 from moelib.huggingface.tensor_mapping import Part, Table
@@ -32,6 +32,8 @@ def _rope(settings: Settings, head_dim: int) -> RotaryEmbedding.Config:
     found = blocks.rope_parameters(settings)
     if found["rope_type"] != "dynamic" or not found.get("alpha"):
         return blocks.rope(settings)
+    if head_dim < 3:
+        raise UserError(f"{settings.source}: head_dim={head_dim}; with alpha it must be above 2.")
     stretch = found["alpha"] ** (head_dim / (head_dim - 2))
     return RotaryEmbedding.default_config().set(theta=float(found["rope_theta"] * stretch))
 
@@ -55,24 +57,14 @@ def _attention(settings: Settings) -> GroupedQueryAttention.Config:
     return blocks.attention_with_bias(settings, rope=rope, rotated_qk_norm=blocks.norm(settings))
 
 
-def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    bias = cfg.decoder.block[0].self_attention.qkv_bias
-    return {**blocks.attention_settings(cfg), "attention_bias": bias}
-
-
 # Settings of experts that describe the only kind that transformers has.
 _MOE_SETTINGS = "moe_intermediate_size", "norm_topk_prob", "num_shared_expert", "use_mixed_mlp_moe"
 
 
 def _dense(settings: Settings) -> CausalLM.Config:
     settings.skip(*_MOE_SETTINGS, "moe_topk", "num_experts")  # Of experts, which it lacks.
-    feed_forward = blocks.feed_forward(settings.take("intermediate_size"))
+    feed_forward = grouped_query.feed_forward(settings)
     return blocks.model(settings, _attention(settings), feed_forward)
-
-
-def _dense_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    hidden_dim = cfg.decoder.block[0].feed_forward.hidden_dim
-    return {**_settings(cfg), "intermediate_size": hidden_dim}
 
 
 def _moe(settings: Settings) -> CausalLM.Config:
@@ -102,14 +94,9 @@ def _expect_in_each_layer(settings: Settings, name: str, wanted: Any) -> None:
 
 
 def _moe_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    layers, moe = blocks.moe_layers_of(cfg), blocks.moe_of(cfg)
-    each = [layer.num_experts_per_token for layer in layers]
-    return {
-        **_settings(cfg),
-        "intermediate_size": moe.hidden_dim,
-        "moe_topk": each[0] if len({*each}) == 1 else each,
-        "num_experts": moe.num_experts,
-    }
+    each = [layer.num_experts_per_token for layer in blocks.moe_layers_of(cfg)]
+    topk = each[0] if len({*each}) == 1 else each
+    return {**grouped_query.settings_of(cfg), "moe_topk": topk}
 
 
 _DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
@@ -117,7 +104,7 @@ HUNYUAN_DENSE = Family(
     "hunyuan_v1_dense",
     "HunYuanDenseV1ForCausalLM",
     _dense,
-    _dense_settings,
+    grouped_query.settings_of,
     lambda cfg: IN_LAYER,
     defaults=_DEFAULTS,
 )

@@ -127,7 +127,6 @@ def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
         **blocks.model_settings(cfg),
         **{name: getattr(latent, field) for field, name in deepseek.ATTENTION.items()},
         **deepseek_moe.moe_settings(cfg),
-        **deepseek_moe.first_dense_settings(cfg),
         "num_key_value_heads": latent.num_heads,
         _LINEAR_CONFIG: {
             "full_attn_layers": full,

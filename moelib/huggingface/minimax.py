@@ -11,6 +11,7 @@ from moelib.huggingface.mixture import MIXTRAL_IN_LAYER
 from moelib.huggingface.settings import Settings
 from moelib.huggingface.tensor_mapping import Part, Table
 from moelib.layers.moe.router import Score
+from moelib.layers.rope import RotaryEmbedding
 from moelib.models.causal_lm import CausalLM
 
 IN_LAYER: Table = {
@@ -20,7 +21,6 @@ IN_LAYER: Table = {
     ],
 }
 _NAMES = "num_local_experts", "intermediate_size"  # Settings of `blocks.moe`.
-_HEAD_DIM = 128
 
 
 def _model(settings: Settings) -> CausalLM.Config:
@@ -33,10 +33,11 @@ def _model(settings: Settings) -> CausalLM.Config:
     deepseek_moe.expect_known_quantization(settings)
     norm = blocks.norm(settings)
     attention = blocks.attention(settings, partial_rotary=True, qk_norm=norm, qk_norm_joint=True)
+    rope = blocks.expect(attention.rope, RotaryEmbedding.Config)
     head_dim, rotary_dim = attention.head_dim, settings.take("rotary_dim", None)
-    if rotary_dim not in (None, head_dim) and attention.rope.rotary_dim is None:
-        attention.rope.rotary_dim = rotary_dim  # Published without partial_rotary_factor.
-    settings.expect(rotary_dim=attention.rope.rotary_dim or head_dim)
+    if rotary_dim not in (None, head_dim) and rope.rotary_dim is None:
+        rope.rotary_dim = rotary_dim  # Published without partial_rotary_factor.
+    settings.expect(rotary_dim=rope.rotary_dim or head_dim)
     router = deepseek_moe.balanced_router(Score.SIGMOID, renormalize=True)
     return blocks.model(settings, attention, blocks.moe(settings, *_NAMES, router=router))
 
@@ -57,7 +58,7 @@ MINIMAX_M2 = Family(
     _settings,
     lambda cfg: IN_LAYER,
     defaults={
-        "head_dim": _HEAD_DIM,
+        "head_dim": 128,
         "max_position_embeddings": 196608,
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-6,

@@ -5,7 +5,7 @@ Sources: arXiv:2501.00656, arXiv:2512.13961 and arXiv:2507.07024.
 
 from typing import Any
 
-from moelib.huggingface import blocks
+from moelib.huggingface import blocks, grouped_query
 from moelib.huggingface.family import Family
 from moelib.huggingface.settings import Settings
 from moelib.huggingface.tensor_mapping import Part, Table
@@ -35,46 +35,34 @@ def _model(settings: Settings, attention: Any, feed_forward: Any) -> CausalLM.Co
     return blocks.model(settings, attention, feed_forward, **fields)
 
 
-def _attention_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    attention = cfg.decoder.block[0].self_attention
-    return {**blocks.attention_settings(cfg), "attention_bias": attention.qkv_bias}
-
-
-def _dense_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    hidden_dim = cfg.decoder.block[0].feed_forward.hidden_dim
-    return {**_attention_settings(cfg), "intermediate_size": hidden_dim}
-
-
 def _olmo2(settings: Settings) -> CausalLM.Config:
-    feed_forward = blocks.feed_forward(settings.take("intermediate_size"))
-    return _model(settings, _attention(settings), feed_forward)
+    return _model(settings, _attention(settings), grouped_query.feed_forward(settings))
 
 
 def _ropes(settings: Settings) -> dict[bool, RotaryEmbedding.Config]:
     """Returns the rotary embeddings of layers without a window (False) and with one (True).
 
     transformers 5 writes one for each kind. In the published files `rope_scaling` is that of layers
-    without a window.
+    without a window, and the others have none.
     """
     found = settings.take("rope_parameters", None) or {}
+    if not found.keys() & {blocks.FULL, blocks.WINDOWED}:
+        found = {blocks.FULL: found}
     for name in found:
         settings.lookup("rope_parameters", name, dict.fromkeys(_KINDS))
-    shared = ("rope_theta", "max_position_embeddings")
-    scaling = {"rope_scaling": settings.take("rope_scaling", None)}
-    ropes = {}
-    for windowed, name in enumerate(_KINDS):
-        values = {each: settings.take(each) for each in shared if each in settings.values}
-        values |= {"rope_parameters": found.get(name)} | ({} if windowed else scaling)
-        ropes[bool(windowed)] = blocks.rope(settings.inner(values))
-    return ropes
+    outer = ("max_position_embeddings", "rope_scaling", "rope_theta")
+    values = {name: settings.take(name) for name in outer if name in settings.values}
+    full = blocks.rope(settings.inner({**values, "rope_parameters": found.get(blocks.FULL)}))
+    windowed = found.get(blocks.WINDOWED) or {"rope_theta": full.theta}
+    values = {name: x for name, x in values.items() if name == outer[0]}
+    return {False: full, True: blocks.rope(settings.inner({**values, "rope_parameters": windowed}))}
 
 
 def _olmo3(settings: Settings) -> CausalLM.Config:
     windows, ropes = blocks.windows(settings, lambda n: (n + 1) % 4 != 0), _ropes(settings)
     attention = _attention(settings, rope=None)
     attentions = [attention.clone(window=x, rope=ropes[x is not None].clone()) for x in windows]
-    feed_forward = blocks.feed_forward(settings.take("intermediate_size"))
-    return _model(settings, attentions, feed_forward)
+    return _model(settings, attentions, grouped_query.feed_forward(settings))
 
 
 def _olmo3_settings(cfg: CausalLM.Config) -> dict[str, Any]:
@@ -82,8 +70,7 @@ def _olmo3_settings(cfg: CausalLM.Config) -> dict[str, Any]:
     ropes = {each.window is not None: each.rope for each in reversed(attentions)}
     plain = RotaryEmbedding.default_config().set(theta=attentions[0].rope.theta)
     kinds = [blocks.rope_settings(ropes.get(windowed, plain)) for windowed in (False, True)]
-    settings = {**_dense_settings(cfg), **blocks.window_settings(cfg)}
-    settings |= blocks.rope_spellings(kinds[0])
+    settings = grouped_query.settings_of(cfg) | blocks.rope_spellings(kinds[0])
     if kinds[1] != {"rope_type": "default", "rope_theta": settings["rope_theta"]}:
         del settings["rope_theta"], settings["rope_scaling"]  # They cannot describe both.
     return {**settings, "rope_parameters": dict(zip(_KINDS, kinds, strict=True))}
@@ -96,20 +83,11 @@ def _flex_olmo(settings: Settings) -> CausalLM.Config:
     return _model(settings, _attention(settings), blocks.moe(settings, *_NAMES, router=router))
 
 
-def _flex_olmo_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    return {
-        **_attention_settings(cfg),
-        **blocks.moe_settings(cfg, *_NAMES),
-        **blocks.balance_settings(cfg),
-        "norm_topk_prob": blocks.moe_of(cfg).router.renormalize,
-    }
-
-
 OLMO2 = Family(
     "olmo2",
     "Olmo2ForCausalLM",
     _olmo2,
-    _dense_settings,
+    grouped_query.settings_of,
     lambda cfg: IN_LAYER,
     defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
 )
@@ -130,7 +108,7 @@ FLEX_OLMO = Family(
     "flex_olmo",
     "FlexOlmoForCausalLM",
     _flex_olmo,
-    _flex_olmo_settings,
+    grouped_query.settings_of,
     lambda cfg: IN_LAYER,
     defaults={
         "max_position_embeddings": 4096,

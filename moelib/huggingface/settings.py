@@ -55,18 +55,19 @@ _KINDS = {
         "decoder_sparse_step full_attention_interval no_rope_layer_interval num_hidden_layers"
     ),
     **_integer(0, _MAX_LAYERS).names(
-        "first_k_dense_replace max_window_layers n_shared_experts? num_nextn_predict_layers"
+        "first_k_dense_replace max_window_layers moe_num_shared_experts num_nextn_predict_layers"
     ),
     **_integer(0, _MAX_SIZE).names("num_local_experts qk_nope_head_dim shared_intermediate_size"),
     **_integer(1, _MAX_SIZE).names(
         "head_dim? hidden_size intermediate_size kv_lora_rank max_position_embeddings? "
-        "moe_intermediate_size n_group? n_routed_experts num_attention_heads num_experts "
-        "num_experts_per_tok num_key_value_heads? "
-        "mamba_d_conv mamba_d_state mamba_expand mamba_n_groups mamba_n_heads "
-        "original_max_position_embeddings? q_lora_rank? qk_rope_head_dim "
         "linear_conv_kernel_dim linear_head_dim linear_key_head_dim linear_num_heads "
-        "linear_num_key_heads linear_num_value_heads linear_value_head_dim rotary_dim? "
-        "shared_expert_intermediate_size sliding_window? topk_group? v_head_dim vocab_size"
+        "linear_num_key_heads linear_num_value_heads linear_value_head_dim "
+        "moe_intermediate_size moe_k moe_num_experts n_group? n_routed_experts n_shared_experts? "
+        "num_attention_heads num_experts num_experts_per_tok num_key_value_heads? "
+        "mamba_d_conv mamba_d_state mamba_expand mamba_n_groups mamba_n_heads "
+        "num_shared_experts original_max_position_embeddings? q_lora_rank? "
+        "qk_rope_head_dim rotary_dim? shared_expert_intermediate_size sliding_window? topk_group? "
+        "v_head_dim vocab_size"
     ),
     **_Kind(
         "a number above 0, from 1e-30 to 1e30",
@@ -74,14 +75,18 @@ _KINDS = {
     ).names(
         "alpha? attention_factor? attention_multiplier beta_fast? beta_slow? clip_qkv? "
         "embedding_multiplier factor? high_freq_factor? logits_scaling low_freq_factor? "
-        "partial_rotary_factor? residual_multiplier rope_theta? routed_scaling_factor"
+        "partial_rotary_factor? residual_multiplier rope_theta? routed_scaling_factor "
+        "router_scaling_factor"
     ),
     **_Kind(
         "a number from 1e-12 to 0.1",
         lambda x: type(x) in (int, float) and 1e-12 <= x <= 0.1,
     ).names("rms_norm_eps"),
+    **_Kind("a number from 0 to 1", lambda x: type(x) in (int, float) and 0 <= x <= 1).names(
+        "attention_dropout?"
+    ),
     **_Kind("a finite number", lambda x: type(x) in (int, float) and abs(x) < 10**9).names(
-        "mscale? mscale_all_dim?"
+        "llama_4_scaling_beta? mscale? mscale_all_dim?"
     ),
     **_Kind(
         "a token id or a list of them",
@@ -99,10 +104,13 @@ _KINDS = {
         "attention_bias mamba_conv_bias norm_topk_prob qkv_bias tie_word_embeddings truncate? "
         "use_qk_norm use_sliding_window"
     ),
+    **_Kind(
+        "an integer above 0 or a text", lambda x: isinstance(x, str) or (type(x) is int and x > 0)
+    ).names("sliding_window_pattern?"),
     **_list_of(int, "a list of integers").names("mlp_only_layers? no_rope_layers?"),
     **_list_of(str, "a list of texts").names("layer_types? mlp_layer_types?"),
     **_Kind("an object", lambda x: isinstance(x, dict)).names(
-        "attn_config? ffn_config? linear_attn_config? rope_parameters? rope_scaling?"
+        "attn_config? ffn_config? linear_attn_config? rope_parameters? rope_scaling? text_config"
     ),
 }
 
@@ -115,7 +123,13 @@ def check_setting(name: str, value: Any, source: str) -> None:
 
 
 class Settings:
-    """The settings of a config.json, read one by one; `finish` refuses those never read."""
+    """The settings of a config.json, read one by one; `finish` refuses those never read.
+
+    Attributes:
+        values: The settings by name.
+        source: Name of the file, for errors.
+        known: Names that were read, or that change no logits.
+    """
 
     def __init__(
         self,
@@ -133,11 +147,15 @@ class Settings:
         absent = self._ignored or set()
         self.values = {name: x for name, x in values.items() if name not in absent}
         self.source, self._defaults = source, defaults or {}
-        self._unread = set() if self._ignored is None else set(self.values) - _NEUTRAL
+        self.known: set[str] = set(_NEUTRAL)
 
     def inner(self, values: Mapping[str, Any]) -> "Settings":
         """Returns other settings of the same file, with the same defaults and ignored names."""
         return Settings(values, self.source, self._defaults, self._ignored)
+
+    def nested(self, name: str, **changes: Any) -> "Settings":
+        """Returns the settings of a setting that is an object, with changes to them."""
+        return self.inner({**self.take(name), **changes})
 
     def take(self, name: str, default: Any = _REQUIRED) -> Any:
         """Returns a setting.
@@ -145,7 +163,7 @@ class Settings:
         Raises:
             UserError: If it has the wrong type or range, or is absent without a default.
         """
-        self._unread.discard(name)
+        self.known.add(name)
         if name in self.values:
             check_setting(name, self.values[name], self.source)
             return self.values[name]
@@ -177,20 +195,18 @@ class Settings:
     def rename(self, names: Mapping[str, str]) -> None:
         """Gives settings that a family spells differently the names that others have."""
         self.values = {names.get(name, name): x for name, x in self.values.items()}
-        self._unread = {names.get(name, name) for name in self._unread}
 
     def skip(self, *names: str) -> None:
         """Marks settings as read that follow from others."""
-        self._unread -= set(names)
+        self.known |= set(names)
 
     def finish(self) -> None:
         """Raises UserError if a setting was never read."""
-        if self._unread:
-            unread = ", ".join(
-                f"{name}={shortened(self.values[name])}" for name in sorted(self._unread)
-            )
-            names = ",".join(sorted(self._unread))
+        unread = [] if self._ignored is None else sorted(self.values.keys() - self.known)
+        if unread:
+            names = ",".join(unread)
+            settings = ", ".join(f"{name}={shortened(self.values[name])}" for name in unread)
             raise UserError(
-                f"{self.source}: unsupported settings: {unread}. If they change nothing, pass "
+                f"{self.source}: unsupported settings: {settings}. If they change nothing, pass "
                 f"--ignore_settings={names}."
             )

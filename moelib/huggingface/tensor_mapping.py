@@ -33,9 +33,12 @@ class Part(NamedTuple):
     # other.
     rows: tuple[int, int] | None = None
     row_groups: int = 1
+    num_rows: int | None = None  # Rows of that tensor if no parts hold the last of them.
     # First entry of the parameter's last dimension from which rotary pairs are interleaved (2i, 2i
     # + 1) in the tensor but split into halves in the parameter.
     pairs_from: int | None = None
+    # View of the tensor if it is stored with the shape of this view; it is not written so.
+    other_view: str | None = None
     factor: float = 1.0  # Parameter over tensor; a power of two, so that the conversion is exact.
 
 
@@ -53,14 +56,11 @@ class TensorMapping(NamedTuple):
     part: Part  # The entry of the table.
 
 
-def expand(
-    model: Any, in_model: Table, in_layer: Table | LayerTable, layers_name: str = "model.layers"
-) -> list[TensorMapping]:
+def expand(model: Any, in_model: Table, in_layer: Table | LayerTable) -> list[TensorMapping]:
     """Returns the mapping of every tensor of a `CausalLM` whose decoder is a `BaseStack`.
 
-    The tables have the parameters outside the layers, and those of one layer, which the checkpoint
-    names `layers_name` and the layer's number. The modules of multi-token prediction are numbered
-    as layers after the last one.
+    The tables have the parameters outside the layers, and those of one layer. The modules of
+    multi-token prediction are numbered as layers after the last one.
 
     Raises:
         ValueError: If a trainable parameter is in neither table.
@@ -81,8 +81,7 @@ def expand(
         else:
             parts, numbers = in_model.get(path), [None]
         if parts is not None:
-            prefixes = ["" if n is None else f"{layers_name}.{n}." for n in numbers]
-            mappings += _expand_parameter(path, spec, parts, prefixes)
+            mappings += _expand_parameter(path, spec, parts, numbers)
         elif spec.trainable:
             unknown.append(path)
     if unknown:
@@ -101,11 +100,12 @@ def layer_numbers(decoder: BaseStack) -> Iterator[tuple[str, list[int]]]:
 
 
 def _expand_parameter(
-    path: str, spec: ParameterSpec, parts: Sequence[Part], prefixes: Sequence[str]
+    path: str, spec: ParameterSpec, parts: Sequence[Part], numbers: Sequence[int | None]
 ) -> Iterator[TensorMapping]:
     stacked = "/repeated" in path
-    for i, prefix in enumerate(prefixes):
+    for i, number in enumerate(numbers):
         lead: Index = (i,) if stacked else ()
+        prefix = "" if number is None else f"model.layers.{number}."
         for part in parts:
             experts = range(spec.shape[len(lead)]) if "{e}" in part.tensor else [0]
             for e in experts:

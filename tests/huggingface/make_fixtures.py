@@ -12,6 +12,7 @@ model.safetensors and config.json are as `save_pretrained` writes them; expected
     grad.KEY                               of the loss, for each tensor of model.safetensors
 """
 
+import copy
 import pathlib
 import shutil
 import sys
@@ -21,6 +22,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+UNTRAINED = ("e_score_correction_bias", "expert_bias")  # Ends of their names.
 HERE = pathlib.Path(__file__).parent / "fixtures"
 SHAPE = {
     "vocab_size": 40,
@@ -67,6 +69,14 @@ GLM = {
     "topk_group": 1,
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.5,
+}
+VISION = {
+    "depth": 1,
+    "hidden_size": 8,
+    "num_heads": 2,
+    "intermediate_size": 4,
+    "patch_size": 2,
+    "spatial_merge_size": 1,
 }
 YARN = {
     "rope_type": "yarn",
@@ -358,6 +368,86 @@ FAMILIES = {
             "max_window_layers": 1,
         },
     ),
+    "ernie4_5_moe": (
+        transformers.Ernie4_5_MoeConfig,
+        {
+            **SHAPE,
+            "head_dim": 8,
+            "intermediate_size": 24,
+            "moe_intermediate_size": 8,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "pad_token_id": None,  # Its embedding would get no gradient.
+        },
+    ),
+    "exaone_moe": (
+        transformers.ExaoneMoeConfig,
+        {
+            **SHAPE,
+            "head_dim": 8,
+            "intermediate_size": 24,
+            "moe_intermediate_size": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+            "sliding_window": 4,
+            "sliding_window_pattern": 2,
+            "pad_token_id": None,  # Its embedding would get no gradient.
+        },
+    ),
+    "hy_v3": (
+        transformers.HYV3Config,
+        {
+            **SHAPE,
+            "num_hidden_layers": 2,
+            "head_dim": 8,
+            "intermediate_size": 24,
+            "moe_intermediate_size": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "mlp_layer_types": ["sparse", "dense"],
+        },
+    ),
+    "qwen3_vl_moe": (
+        transformers.Qwen3VLMoeConfig,
+        {
+            "text_config": {
+                **SHAPE,
+                "head_dim": 8,
+                "intermediate_size": 24,
+                "moe_intermediate_size": 8,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+            },
+            "vision_config": {
+                **VISION,
+                "deepstack_visual_indexes": [],
+                "num_position_embeddings": 4,
+                "out_hidden_size": 4,
+            },
+        },
+    ),
+    "ernie4_5_vl_moe": (
+        transformers.Ernie4_5_VLMoeConfig,
+        {
+            "text_config": {
+                **SHAPE,
+                "head_dim": 8,
+                "intermediate_size": 24,
+                "moe_intermediate_size": [8, 4],
+                "moe_num_experts": 4,
+                "moe_k": 2,
+                "moe_num_shared_experts": 1,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "mrope_section": [1, 1, 2],
+                },
+            },
+            "vision_config": VISION,
+        },
+    ),
     "minimax_m2": (
         transformers.MiniMaxM2Config,
         {
@@ -367,6 +457,24 @@ FAMILIES = {
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "rotary_dim": 4,
+        },
+    ),
+    "mistral4": (
+        transformers.Mistral4Config,
+        {
+            **DEEPSEEK,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_hidden_layers": 2,
+            "q_lora_rank": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "pad_token_id": None,  # Its embedding would get no gradient.
+            "rope_parameters": {
+                **YARN,
+                "original_max_position_embeddings": 3,
+                "llama_4_scaling_beta": 0.5,
+            },
         },
     ),
     "gpt_oss": (
@@ -383,13 +491,27 @@ FAMILIES = {
 }
 
 
+def model_class(config):
+    """Returns the class of language models of a config; the automatic class lacks some."""
+    known = transformers.AutoModelForCausalLM._model_mapping
+    if type(config) in known:
+        return known[type(config)]
+    name = type(config).__name__.removesuffix("Config")
+    kinds = ("ForCausalLM", "ForConditionalGeneration")
+    return next(
+        getattr(transformers, name + kind) for kind in kinds if hasattr(transformers, name + kind)
+    )
+
+
 def build(family, seed=0, **changes):
     """Returns the model in float32, with random weights large enough to matter."""
     config_class, settings = FAMILIES[family]
-    settings = settings | changes
+    settings = copy.deepcopy(settings)  # transformers adds to what it is given.
+    text = settings.get("text_config", settings)
+    text |= copy.deepcopy(changes)
     torch.manual_seed(seed)
     config = config_class(**settings, attn_implementation="eager")
-    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    model = model_class(config)._from_config(config).float()
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "inv_freq" in name:
@@ -419,10 +541,10 @@ class Choices:
 
     def __init__(self, model):
         self.of_layer = {}
-        base = model.base_model
+        base = getattr(model.base_model, "language_model", model.base_model)
         for number, layer in enumerate(base.blocks if hasattr(base, "blocks") else base.layers):
             for name, module in layer.named_modules():
-                if name.rpartition(".")[2] == "experts":
+                if name.rpartition(".")[2] == "experts" and "vision" not in name:
                     module.register_forward_pre_hook(self._hook(number), with_kwargs=True)
 
     def _hook(self, number):
@@ -466,6 +588,8 @@ def expected(model):
     labels[1, 7] = -100  # The first token of a document is not predicted.
     choices = Choices(model)
     inputs = {"input_ids": ids, "position_ids": positions}
+    if hasattr(model.config, "vision_config"):  # Of text, for the mask, and of three axes.
+        inputs["position_ids"] = positions.expand(4, -1, -1)
     if model.config.model_type == "gpt_oss":  # It does not tell documents by their positions.
         inputs["attention_mask"] = masks(segments, model.config.sliding_window)
     parts = [
@@ -486,7 +610,8 @@ def expected(model):
     for number, of_layer in choices.of_layer.items():
         made[f"choices.{number}"] = torch.cat(of_layer).reshape(*ids.shape, -1).sort(-1).values
     module = sys.modules[type(model).__module__]
-    if hasattr(module, "load_balancing_loss_func") and choices.of_layer:
+    has_aux_loss = hasattr(module, "load_balancing_loss_func") and hasattr(model, "num_experts")
+    if has_aux_loss and choices.of_layer:
         routed = [model.base_model(**part, output_router_logits=True) for part in parts]
         router_logits = zip(*(each.router_logits for each in routed), strict=True)
         made["aux_loss"] = module.load_balancing_loss_func(
@@ -517,7 +642,7 @@ def write(model, folder):
     made = expected(model)
     with tempfile.TemporaryDirectory() as temporary:
         grads = gradients(model, temporary)
-    made |= {f"grad.{key}": value for key, value in grads.items() if "e_score" not in key}
+    made |= {f"grad.{key}": x for key, x in grads.items() if not key.endswith(UNTRAINED)}
     save_file(made, folder / "expected.safetensors")
     return float(made["loss"])
 

@@ -28,7 +28,8 @@ DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
 ORIGINAL = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL}
 PLAIN_YARN = {"rope_type": "yarn", "beta_fast": 4.0, "beta_slow": 1.0, **ORIGINAL}
-ROPES = [DEFAULT, {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, LLAMA3, PLAIN_YARN]
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+ROPES = [DEFAULT, LINEAR, LLAMA3, PLAIN_YARN]
 BOTH = [False, True]
 MODEL = {
     "num_hidden_layers": [2, 3],
@@ -53,7 +54,7 @@ WINDOW, FULL = "sliding_attention", "full_attention"
 WINDOWED = {"use_sliding_window": BOTH, "sliding_window": [3, 5]}
 FACTORS = {
     "attention_bias": BOTH,
-    "attention_multiplier": [0.5, 0.25, 0.1],
+    "attention_multiplier": [0.4, 0.25, 0.1],
     "embedding_multiplier": [1.0, 3.0, 12],
     "logits_scaling": [1.0, 7.0, 8],
     "residual_multiplier": [1.0, 0.3],
@@ -61,6 +62,7 @@ FACTORS = {
 STRETCHED = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 1.0, "alpha": 50.0}
 HUNYUAN = {**GROUPED, "attention_bias": BOTH, "head_dim": [4, 6]}
 HUNYUAN |= {"rope_parameters": [DEFAULT, STRETCHED, {**STRETCHED, "alpha": 1000.0}]}
+LISTED = [None, ["sparse", "dense"], ["dense", "sparse"], ["sparse", "sparse"]]
 DENSE = {"first_k_dense_replace": [0, 1, 2]}
 
 
@@ -69,11 +71,11 @@ def partial(*factors):
     return [{**rope, "partial_rotary_factor": part} for rope in ROPES for part in factors]
 
 
-LINEAR = "linear_attention"
+STATE = "linear_attention"
 QWEN_NEXT = {
     **GROUPED,
     "head_dim": [8, 16],
-    "layer_types": [[LINEAR, LINEAR, FULL], [LINEAR, FULL, LINEAR], [FULL, LINEAR, FULL]],
+    "layer_types": [[STATE, STATE, FULL], [STATE, FULL, STATE], [FULL, STATE, FULL]],
     "linear_conv_kernel_dim": [2, 4],
     "linear_key_head_dim": [4, 6],
     "linear_num_key_heads": [1, 2],
@@ -86,7 +88,7 @@ QWEN_NEXT = {
 CHOICES = {
     "llama3": {**GROUPED, "attention_bias": BOTH},
     "qwen3": {**GROUPED, "attention_bias": BOTH, "head_dim": [4, 8]},
-    "mixtral": GROUPED,
+    "mixtral": {**GROUPED, "head_dim": [4, 8]},  # transformers scales no positions without it.
     "olmoe": {**GROUPED, "clip_qkv": [None, 0.5], "norm_topk_prob": BOTH},
     "qwen2_moe": {**GROUPED, "norm_topk_prob": BOTH, "mlp_only_layers": [[], [0], [1]]},
     "qwen3_moe": {**GROUPED, "norm_topk_prob": BOTH, "mlp_only_layers": [[], [0], [1]]},
@@ -105,7 +107,7 @@ CHOICES = {
     },
     "kimi_linear": {
         **SHARED,
-        "layer_types": [[LINEAR, FULL, LINEAR], [FULL, LINEAR, FULL], [LINEAR, LINEAR, FULL]],
+        "layer_types": [[STATE, FULL, STATE], [FULL, STATE, FULL], [STATE, STATE, FULL]],
         "linear_conv_kernel_dim": [2, 4],
         "linear_head_dim": [4, 6],
         "linear_num_heads": [2, 4],
@@ -118,7 +120,7 @@ CHOICES = {
     "glm4_moe_lite": {
         **LATENT,
         **SHARED,
-        "mlp_layer_types": [None, ["sparse", "dense"], ["dense", "sparse"], ["sparse"] * 2],
+        "mlp_layer_types": LISTED,
         "num_hidden_layers": [2],
     },
     "glm4_moe": {
@@ -137,6 +139,50 @@ CHOICES = {
         "attention_bias": BOTH,
         "max_window_layers": [0, 1, 2],
         "sliding_window": [None, 3, 5],
+    },
+    "ernie4_5_moe": {
+        **GROUPED,
+        "moe_layer_end_index": [-1, 1],
+        "moe_layer_interval": [1, 2],
+        "moe_layer_start_index": [0, 1],
+        "moe_num_shared_experts": [0, 1, 2],
+    },
+    "ernie4_5_vl_moe": {
+        "mlp_layer_types": LISTED,
+        "moe_num_shared_experts": [0, 1, 2],
+        "num_key_value_heads": [1, 2, 4],
+        "rms_norm_eps": [1e-5, 1e-6],
+    },
+    "qwen3_vl_moe": {
+        **{name: values for name, values in GROUPED.items() if name != "tie_word_embeddings"},
+        "attention_bias": BOTH,
+        "mlp_only_layers": [[], [0], [1]],
+    },
+    "exaone_moe": {
+        **GROUPED,
+        **DENSE,
+        **{name: values for name, values in SHARED.items() if name != "n_shared_experts"},
+        "num_shared_experts": [1, 2],
+        "sliding_window": [3, 5],
+        "sliding_window_pattern": [2, 3],
+    },
+    "hy_v3": {
+        **GROUPED,
+        "attention_bias": BOTH,
+        "mlp_layer_types": LISTED,
+        "num_hidden_layers": [2],
+        "num_shared_experts": [1, 2],
+        "router_scaling_factor": [1.0, 2.5],
+    },
+    "mistral4": {
+        **LATENT,
+        **SHARED,
+        **DENSE,
+        "rope_parameters": [
+            {**rope, "llama_4_scaling_beta": beta, "original_max_position_embeddings": 4}
+            for rope in (LINEAR, LLAMA3, YARN, {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0})
+            for beta in (0.0, 0.1, 0.5)
+        ],
     },
     "minimax_m2": {**GROUPED, "head_dim": [8, 16], "rotary_dim": [2, 4, 8]},
     "qwen2": {**GROUPED, **WINDOWED, "max_window_layers": [0, 1, 2], "head_dim": [4, 6]},
@@ -163,13 +209,13 @@ CHOICES = {
         "num_experts": [4, 8],
     },
     "hunyuan_v1_dense": {**HUNYUAN},
-    "hunyuan_v1_moe": {**HUNYUAN, "moe_topk": [1, 2], "num_hidden_layers": [2]},
+    "hunyuan_v1_moe": {**HUNYUAN, "moe_topk": [2, 3, [2, 3]], "num_hidden_layers": [2]},
     "dbrx": {
         "n_layers": [1, 2, 3],
         "attn_config": [
             {"kv_n_heads": n, "clip_qkv": clip, "rope_theta": 1e4}
             for n in (1, 2, 4)
-            for clip in (None, 0.5, 8)
+            for clip in (0.5, 1.5, 8)
         ],
         "ffn_config": [
             {
@@ -178,7 +224,7 @@ CHOICES = {
                 "moe_top_k": k,
                 "moe_normalize_expert_weights": power,
             }
-            for k in (1, 2, 3)
+            for k in (2, 3)
             for power in (None, 1.0)
         ],
         "rope_parameters": ROPES,

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 
 def load(folder):
     """Returns the model of a folder; fails if tensors are missing or unexpected."""
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+    name = transformers.AutoConfig.from_pretrained(folder).architectures[0]
+    model, info = getattr(transformers, name).from_pretrained(
         folder, output_loading_info=True, dtype=torch.float32, attn_implementation="eager"
     )
     wrong = {name: keys for name, keys in info.items() if keys}
