@@ -315,7 +315,7 @@ def load_config(
         set_field(cfg, assignment)
     if data_dir is not None:
         set_data_dir(cfg, data_dir)
-    return phases.applied(cfg)
+    return phases.applied(cfg) if "phase" in cfg else cfg
 
 
 def set_field(cfg: ConfigBase, assignment: str, *, flag: str = "--set") -> None:
