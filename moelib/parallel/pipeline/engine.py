@@ -282,7 +282,7 @@ class _Run:
         index, tasks = index[self.rank], tasks[self.rank]
         if not self.uniform:
             run = [functools.partial(self._slot, each) for each in branches]
-            # For what branches read, XLA copies whole buffers into a layout that one prefers. Reading
+            # XLA copies whole buffers that branches read into a layout that one prefers. Reading
             # before them shortens the step of DUALPIPE_V, but not those of 1F1B and ZB-V.
             early = self.layout.schedule is Schedule.DUALPIPE_V
             saved = self._saved(state, tasks[1]) if early else None
