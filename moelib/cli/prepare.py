@@ -191,4 +191,6 @@ def _tokenizer(flags: Flags, output: str, source: Any, splits: dict[str, float])
         splits=splits,
         split_seed=flags.split_seed,
         flag="--train_bpe",
+        num_processes=flags.num_processes or _num_cores(),
+        wait=flags.share is not None,
     )

@@ -1,19 +1,25 @@
 """The tokenizer of a corpus: a BPE trained on a sample of the documents that are not held out."""
 
 import contextlib
+import itertools
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from moelib.core.errors import UserError
 from moelib.data.hashing import random_permutation
 from moelib.data.sources.files import text_pieces
-from moelib.data.sources.source import BadRecords, Source
+from moelib.data.sources.source import BadRecords, Part, Source
 from moelib.data.tokens.token_store import check_splits, split_of_documents
 from moelib.data.tokens.tokenizer import Tokenizer, train_bpe
+from moelib.data.tokens.workers import in_processes
 from moelib.runtime.lock import directory_lock
+
+_PARALLEL_BYTES = 1 << 28  # Size of a corpus from which on several processes read the sample.
 
 
 def corpus_tokenizer(
@@ -26,6 +32,8 @@ def corpus_tokenizer(
     split_seed: int = 0,
     allow_fewer: bool = False,
     flag: str = "vocab_size",
+    num_processes: int = 1,
+    wait: bool = False,
 ) -> Tokenizer:
     """Returns the tokenizer at `path`, a byte-level BPE that is trained now if the file is missing.
 
@@ -39,16 +47,18 @@ def corpus_tokenizer(
         split_seed: Seed of the token store's splits.
         allow_fewer: Whether a tokenizer with fewer tokens serves too.
         flag: Name of the setting in the message about another size.
+        num_processes: Processes that read a large corpus; the tokenizer is the same with any.
+        wait: Whether to wait for another process that trains it.
 
     Raises:
-        DirectoryInUseError: If another process trains it.
+        DirectoryInUseError: If another process trains it, and this one does not wait.
         UserError: If there is no text, or the tokenizer is of another size.
     """
     trained: Tokenizer | None = None
     if not os.path.exists(path):
-        with _locked(path):
+        with _locked(path, wait):
             if not os.path.exists(path):  # Another process may have just trained it.
-                texts = _texts(source, num_bytes, splits, split_seed)
+                texts = _texts(source, num_bytes, splits, split_seed, num_processes)
                 trained = train_bpe(texts, vocab_size, path)
     tokenizer = trained or Tokenizer.default_config().set(path=path).instantiate()
     found = tokenizer.vocab_size
@@ -65,25 +75,80 @@ def corpus_tokenizer(
 
 
 @contextlib.contextmanager
-def _locked(path: str) -> Iterator[None]:
+def _locked(path: str, wait: bool) -> Iterator[None]:
     """Locks the training of the tokenizer at `path` for the body."""
     folder = f"{path}.partial"
-    with directory_lock(folder, setting="output_dir (--output)"):
+    with directory_lock(folder, setting="output_dir (--output)", wait=wait):
         try:
             yield
         finally:
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)  # The process that was waited for did so.
 
 
 def _texts(
-    source: Source, num_bytes: int, splits: Mapping[str, float] | None, split_seed: int
+    source: Source,
+    num_bytes: int,
+    splits: Mapping[str, float] | None,
+    split_seed: int,
+    num_processes: int,
 ) -> Iterator[str]:
     """Yields the texts to train on, some `num_bytes` of them."""
     if splits is None or len(splits) == 1 or "train" not in splits:
         return sample_documents(source, num_bytes)
-    total = sum(part.num_bytes for part in source.parts())
+    parts = source.parts()
+    total = sum(part.num_bytes for part in parts)
     share = num_bytes / max(splits["train"] * total, 1)
+    if num_processes > 2 and total >= _PARALLEL_BYTES:  # Which read everything twice.
+        return _spread_in_processes(parts, splits, split_seed, share, num_processes)
     return spread(documents_of_split(source, splits, "train", split_seed), share)
+
+
+def _spread_in_processes(
+    parts: Sequence[Part],
+    splits: Mapping[str, float],
+    split_seed: int,
+    share: float,
+    num_processes: int,
+) -> Iterator[str]:
+    """Yields what `spread` does of the documents of the split train, in the same order.
+
+    Processes read the lengths of documents, which decide what is taken, and then the texts.
+    """
+
+    def mapped[Job, Result](function: Callable[[Job], Result], jobs: list[Job]) -> Iterator[Result]:
+        purpose = "reading the sample for a tokenizer"
+        return in_processes(function, jobs, num_processes, purpose=purpose, in_order=True)
+
+    of_parts = list(mapped(_lengths, list(parts)))
+    ends = np.cumsum([len(lengths) for lengths in of_parts])
+    lengths = np.concatenate(of_parts)
+    which = split_of_documents(len(lengths), list(splits.values()), split_seed)
+    members = np.flatnonzero(which == list(splits).index("train"))
+    taken = np.fromiter(spread(members, share, size=lengths.item), np.int64)
+    local = np.split(taken, np.searchsorted(taken, ends[:-1]))
+    starts = [0, *ends[:-1]]
+    jobs = [(p, x - start) for p, x, start in zip(parts, local, starts, strict=True) if len(x)]
+    for texts in mapped(_texts_at, jobs):
+        yield from texts
+
+
+def _documents(part: Part | Source) -> Iterator[str]:
+    """Yields the documents that a token store has of a part, or of all."""
+    pieces = (piece for text in part.documents(BadRecords()) for piece in text_pieces(text))
+    return filter(None, pieces)
+
+
+def _lengths(part: Part) -> npt.NDArray[np.uint32]:
+    """Returns the characters of each document of a part."""
+    return np.fromiter(map(len, _documents(part)), np.uint32)
+
+
+def _texts_at(job: tuple[Part, npt.NDArray[np.int64]]) -> list[str]:
+    """Returns the documents of a part with some indices, which ascend."""
+    part, indices = job
+    wanted = np.zeros(indices[-1] + 1, bool)
+    wanted[indices] = True
+    return list(itertools.compress(_documents(part), wanted))
 
 
 def documents_of_split(
@@ -98,21 +163,24 @@ def documents_of_split(
         raise UserError(f"There is no split {split!r} in {list(splits)}.")
     fractions, wanted = list(splits.values()), list(splits).index(split)
     chosen = np.zeros(0, bool)
-    pieces = (piece for text in source.documents(BadRecords()) for piece in text_pieces(text))
-    for index, text in enumerate(filter(None, pieces)):
+    for index, text in enumerate(_documents(source)):
         if index == len(chosen):
             chosen = split_of_documents(2 * index + 1024, fractions, split_seed) == wanted
         if chosen[index]:
             yield text
 
 
-def spread(texts: Iterable[str], share: float) -> Iterator[str]:
-    """Yields about this share (0 to 1) of all text, spread evenly over it."""
+def spread[T](texts: Iterable[T], share: float, *, size: Callable[[Any], int] = len) -> Iterator[T]:
+    """Yields about this share (0 to 1) of all text, spread evenly over it.
+
+    `size` gives the characters of a text, which may be known by its index alone.
+    """
     seen = taken = 0
     for text in texts:
-        seen += len(text)
+        num_characters = size(text)
+        seen += num_characters
         if taken <= share * seen:
-            taken += len(text)
+            taken += num_characters
             yield text
 
 

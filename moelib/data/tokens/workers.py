@@ -1,7 +1,9 @@
 """Worker processes: a function of many jobs, in spawned processes that end with this one."""
 
+import collections
 import concurrent.futures
 import contextlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -14,7 +16,12 @@ from moelib.core.errors import UserError
 
 
 def in_processes[Job, Result](
-    function: Callable[[Job], Result], jobs: Sequence[Job], num_processes: int, *, purpose: str
+    function: Callable[[Job], Result],
+    jobs: Sequence[Job],
+    num_processes: int,
+    *,
+    purpose: str,
+    in_order: bool = False,
 ) -> Iterator[Result]:
     """Does jobs in spawned processes, or in this one, and yields each result once it is there.
 
@@ -23,6 +30,7 @@ def in_processes[Job, Result](
         jobs: Its arguments, which are pickled.
         num_processes: Number of processes; 1 works in this process, in the order of jobs.
         purpose: Verb and object for the message that a worker has died.
+        in_order: Whether results have the order of jobs, and few of them are held at a time.
 
     Raises:
         UserError: If a worker process dies.
@@ -30,13 +38,17 @@ def in_processes[Job, Result](
     num_processes = min(num_processes, len(jobs))
     with _sigterm_ends_workers():
         if num_processes > 1:
-            yield from _in_pool(function, jobs, num_processes, purpose)
+            yield from _in_pool(function, jobs, num_processes, purpose, in_order)
         else:
             yield from map(function, jobs)
 
 
 def _in_pool[Job, Result](
-    function: Callable[[Job], Result], jobs: Sequence[Job], num_processes: int, purpose: str
+    function: Callable[[Job], Result],
+    jobs: Sequence[Job],
+    num_processes: int,
+    purpose: str,
+    in_order: bool,
 ) -> Iterator[Result]:
     pool = concurrent.futures.ProcessPoolExecutor(
         num_processes,
@@ -44,8 +56,14 @@ def _in_pool[Job, Result](
         _start_worker,
     )
     try:
-        futures = [pool.submit(function, job) for job in jobs]
-        for future in concurrent.futures.as_completed(futures):
+        futures = (pool.submit(function, job) for job in jobs)
+        if not in_order:
+            futures = concurrent.futures.as_completed(list(futures))
+        ahead = collections.deque(itertools.islice(futures, 2 * num_processes * in_order))
+        for future in futures:
+            ahead.append(future)
+            yield ahead.popleft().result()
+        for future in ahead:
             yield future.result()
     except BrokenProcessPool:
         raise UserError(

@@ -1,4 +1,6 @@
 import os
+import threading
+import time
 
 import pytest
 
@@ -11,7 +13,7 @@ from moelib.data.tokens.corpus_tokenizer import (
     spread,
 )
 from moelib.data.tokens.prepare import prepare
-from moelib.data.tokens.tokenizer import ByteTokenizer
+from moelib.data.tokens.tokenizer import ByteTokenizer, train_bpe
 from moelib.runtime.lock import DirectoryInUseError, directory_lock
 
 TEXTS = [f"text number {i}" for i in range(200)]
@@ -63,6 +65,37 @@ def test_documents_that_are_held_out_train_no_tokenizer(tmp_path, monkeypatch):
     corpus_tokenizer(_source(TEXTS), 270, path, splits=splits, split_seed=2)
     assert seen == list(documents_of_split(_source(TEXTS), splits, "train", 2))
     assert 0 < len(seen) < len(TEXTS)
+
+
+@pytest.mark.parametrize("num_bytes", [600, 10_000])
+def test_any_number_of_processes_reads_the_same_sample(monkeypatch, num_bytes):
+    monkeypatch.setattr(module, "_PARALLEL_BYTES", 1)
+    texts = [f"Text {i} " * (i % 4) for i in range(200)]  # Four parts; some are empty.
+    sample = [
+        list(module._texts(_source(texts), num_bytes, {"test": 0.4, "train": 0.6}, 1, number))
+        for number in (1, 3)
+    ]
+    assert sample[0] == sample[1]
+    whole = set(documents_of_split(_source(texts), {"test": 0.4, "train": 0.6}, "train", 1))
+    assert set(sample[0]) <= whole
+    assert (set(sample[0]) == whole) == (num_bytes == 10_000)
+
+
+def test_a_share_waits_for_the_tokenizer_that_another_one_trains(tmp_path, caplog):
+    path = str(tmp_path / "tokenizer.json")
+    options = {"args": (_source(TEXTS), 270, path), "kwargs": {"wait": True}}
+    thread = threading.Thread(target=corpus_tokenizer, **options)
+    with module._locked(path, wait=False):
+        thread.start()
+        deadline = time.monotonic() + 60
+        while not caplog.messages:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        trained = train_bpe(TEXTS, 270, path)
+    thread.join()
+    assert f"{path}.partial/.lock (process {os.getpid()} on" in caplog.messages[0]
+    assert corpus_tokenizer(_source(TEXTS), 270, path).fingerprint == trained.fingerprint
+    assert os.listdir(tmp_path) == ["tokenizer.json"]
 
 
 def test_documents_of_a_split_are_those_that_the_store_has(tmp_path):
