@@ -23,8 +23,9 @@ class Flags:
 
     source: str | None = flag(
         None,
-        "Corpus: a file, folder or pattern of text, JSON lines (.jsonl, .gz, .zst), Parquet or "
-        "Arrow; tfds:NAME[@SPLIT] for a TFDS data set; python for Python's standard library.",
+        "Corpus: a file, folder or pattern of text, JSON lines, CSV or TSV (also .gz and .zst), "
+        "Parquet or Arrow; tfds:NAME[@SPLIT] for a TFDS data set; python for Python's standard "
+        "library.",
     )
     output: str | None = flag(None, "Folder of the token store.")
     tokenizer: str | None = flag(None, "A tokenizer.json, or `bytes` for one token per byte.")
