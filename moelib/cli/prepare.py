@@ -85,7 +85,6 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     splits = read_splits(flags.splits)
     check_splits(splits)  # Before a tokenizer is trained, which takes minutes.
     source = source_for(flags, flags.source).instantiate()
-    num_processes = flags.num_processes or _num_cores()
     tokenizer = _tokenizer(flags, flags.output, source, splits)
     settings: dict[str, Any] = {
         "append_eos": flags.append_eos,
@@ -95,7 +94,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         "split_seed": flags.split_seed,
     }
     work = {
-        "num_processes": num_processes,
+        "num_processes": flags.num_processes or _num_cores(),
         "accept_lossy_tokenizer": flags.accept_lossy_tokenizer,
     }
     if share is None:
@@ -119,25 +118,17 @@ def read_share(text: str, environ: Mapping[str, str]) -> tuple[int, int]:
     does not tell the number.
     """
     number, _, count = text.partition("/")
-    tasks = [environ.get(f"SLURM_ARRAY_TASK_{x}", "") for x in ("ID", "MIN", "MAX", "COUNT")]
-    if number == "auto" and all(tasks):
-        task, first, last, num_tasks = map(int, tasks)
-        if last - first + 1 != num_tasks:
-            raise UsageError(
-                f"--share={text}: the array has {num_tasks} tasks between {first} and {last}; "
-                "submit it without gaps: finished shares end at once."
-            )
+    names = [f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "COUNT")]
+    if number == "auto" and all(name in environ for name in names):
+        task, first, num_tasks = (int(environ[name]) for name in names)
         number, count = str(task - first + 1), count or str(num_tasks)
-    elif number == "auto":
-        index = environ.get("JOB_COMPLETION_INDEX")
-        if index is None or not count:
-            raise UsageError(
-                f"--share={text}: set auto in a job array of SLURM, or auto/N in an indexed job of "
-                "Kubernetes with N completions."
-            )
-        number = str(int(index) + 1)
+    elif number == "auto" and "JOB_COMPLETION_INDEX" in environ:
+        number = str(int(environ["JOB_COMPLETION_INDEX"]) + 1)
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise UsageError(f"--share={text}: set a share such as 1/8 to 8/8 (here: {number}/{count})")
+        raise UsageError(
+            f"--share={text}: the share is {number}/{count or 'unknown'}; set 1/8 to 8/8, auto in "
+            "a job array of SLURM without gaps, or auto/8 in an indexed job of Kubernetes."
+        )
     return int(number) - 1, int(count)
 
 

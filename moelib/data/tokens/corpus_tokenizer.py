@@ -4,8 +4,7 @@ import contextlib
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +13,12 @@ from moelib.core.errors import UserError
 from moelib.data.hashing import random_permutation
 from moelib.data.sources.files import text_pieces
 from moelib.data.sources.source import BadRecords, Part, Source
-from moelib.data.tokens.token_store import check_splits, split_of_documents
+from moelib.data.tokens.token_store import split_of_documents
 from moelib.data.tokens.tokenizer import Tokenizer, train_bpe
 from moelib.data.tokens.workers import in_processes
 from moelib.runtime.lock import directory_lock
 
-_PARALLEL_BYTES = 1 << 28  # Size of a corpus from which on several processes read the sample.
+_PARALLEL_BYTES = 1 << 26  # Size of a corpus that is worth the start of processes.
 
 
 def corpus_tokenizer(
@@ -98,21 +97,20 @@ def _texts(
     parts = source.parts()
     total = sum(part.num_bytes for part in parts)
     share = num_bytes / max(splits["train"] * total, 1)
-    if num_processes > 2 and total >= _PARALLEL_BYTES:  # Which read everything twice.
-        return _spread_in_processes(parts, splits, split_seed, share, num_processes)
-    return spread(documents_of_split(source, splits, "train", split_seed), share)
+    num_processes = num_processes if total >= _PARALLEL_BYTES else 1
+    return _spread_over_split(parts, splits, split_seed, share, num_processes)
 
 
-def _spread_in_processes(
+def _spread_over_split(
     parts: Sequence[Part],
     splits: Mapping[str, float],
     split_seed: int,
     share: float,
     num_processes: int,
 ) -> Iterator[str]:
-    """Yields what `spread` does of the documents of the split train, in the same order.
+    """Yields about this share of the text of the split train, spread evenly over it.
 
-    Processes read the lengths of documents, which decide what is taken, and then the texts.
+    The lengths of all documents are read first: they decide which are held out, and are taken.
     """
 
     def mapped[Job, Result](function: Callable[[Job], Result], jobs: list[Job]) -> Iterator[Result]:
@@ -124,7 +122,7 @@ def _spread_in_processes(
     lengths = np.concatenate(of_parts)
     which = split_of_documents(len(lengths), list(splits.values()), split_seed)
     members = np.flatnonzero(which == list(splits).index("train"))
-    taken = np.fromiter(spread(members, share, size=lengths.item), np.int64)
+    taken = members[spread(lengths[members], share)]
     local = np.split(taken, np.searchsorted(taken, ends[:-1]))
     starts = [0, *ends[:-1]]
     jobs = [(p, x - start) for p, x, start in zip(parts, local, starts, strict=True) if len(x)]
@@ -132,8 +130,8 @@ def _spread_in_processes(
         yield from texts
 
 
-def _documents(part: Part | Source) -> Iterator[str]:
-    """Yields the documents that a token store has of a part, or of all."""
+def _documents(part: Part) -> Iterator[str]:
+    """Yields the documents that a token store has of a part."""
     pieces = (piece for text in part.documents(BadRecords()) for piece in text_pieces(text))
     return filter(None, pieces)
 
@@ -151,37 +149,16 @@ def _texts_at(job: tuple[Part, npt.NDArray[np.int64]]) -> list[str]:
     return list(itertools.compress(_documents(part), wanted))
 
 
-def documents_of_split(
-    source: Source, splits: Mapping[str, float], split: str, split_seed: int = 0
-) -> Iterator[str]:
-    """Yields the documents that a token store of the source has in a split, in order.
-
-    Records without a document are skipped. Raises UserError if there is no such split.
-    """
-    check_splits(splits)
-    if split not in splits:
-        raise UserError(f"There is no split {split!r} in {list(splits)}.")
-    fractions, wanted = list(splits.values()), list(splits).index(split)
-    chosen = np.zeros(0, bool)
-    for index, text in enumerate(_documents(source)):
-        if index == len(chosen):
-            chosen = split_of_documents(2 * index + 1024, fractions, split_seed) == wanted
-        if chosen[index]:
-            yield text
-
-
-def spread[T](texts: Iterable[T], share: float, *, size: Callable[[Any], int] = len) -> Iterator[T]:
-    """Yields about this share (0 to 1) of all text, spread evenly over it.
-
-    `size` gives the characters of a text, which may be known by its index alone.
-    """
+def spread(lengths: npt.NDArray[np.uint32], share: float) -> npt.NDArray[np.bool_]:
+    """Returns which texts [N] to take for about this share (0 to 1) of all characters."""
     seen = taken = 0
-    for text in texts:
-        num_characters = size(text)
-        seen += num_characters
+    chosen = np.zeros(len(lengths), bool)
+    for index, length in enumerate(lengths.tolist()):
+        seen += length
         if taken <= share * seen:
-            taken += num_characters
-            yield text
+            taken += length
+            chosen[index] = True
+    return chosen
 
 
 def sample_documents(source: Source, num_bytes: int, seed: int = 0) -> Iterator[str]:

@@ -29,10 +29,10 @@ from moelib.data.tokens.prepare_part import (
     PARTS,
     PartOptions,
     PartResult,
-    finish_part,
     part_file,
     read_result,
     synced_file,
+    tokenize_part,
 )
 from moelib.data.tokens.store_check import hash_blocks
 from moelib.data.tokens.token_store import StoreMeta, TokenStore
@@ -64,29 +64,17 @@ class Preparation:
     output_dir: str  # Folder of the store.
     parts: Sequence[Part]
     plan: Mapping[str, Any]  # Settings that decide the content of the store.
-    eos_token: str
-    bos_token: str | None
-    skip_bad_records: bool = False
+    options: PartOptions
+    of_tokenizer: tuple[str, str | None, str]  # End of text, BOS, and the fingerprint.
 
     @property
     def folder(self) -> str:
         """The folder of the unfinished store."""
         return self.output_dir + ".partial"
 
-    @property
-    def options(self) -> PartOptions:
-        """The options of a part."""
-        bos = bool(self.plan["bos_token"])
-        return PartOptions(self.plan["append_eos"], self.skip_bad_records, bos)
-
     def job(self, index: int) -> "PartJob":
         """Returns a part for a worker process."""
-        of_tokenizer = self.eos_token, self.bos_token, self.plan["tokenizer"]
-        return PartJob(self.folder, index, self.parts[index], self.options, of_tokenizer)
-
-    def tokenizer(self) -> Tokenizer:
-        """Returns the tokenizer in the folder. Raises UserError if it is not that of the plan."""
-        return _tokenizer_of(self.folder, self.eos_token, self.bos_token, self.plan["tokenizer"])
+        return PartJob(self.folder, index, self.parts[index], self.options, self.of_tokenizer)
 
 
 class PartJob(NamedTuple):
@@ -96,14 +84,21 @@ class PartJob(NamedTuple):
     index: int
     part: Part
     options: PartOptions
-    tokenizer: tuple[str, str | None, str]  # End of text, BOS, and the fingerprint.
+    of_tokenizer: tuple[str, str | None, str]
 
 
 def do_part(job: PartJob, tokenizer: Tokenizer | None = None) -> int:
-    """Tokenizes a part that is not finished, and returns its index."""
-    tokenizer = tokenizer or _tokenizer_of(job.folder, *job.tokenizer)
-    finish_part(job.folder, job.index, job.part, tokenizer, job.options)
-    return job.index
+    """Tokenizes a part that is not finished or damaged, and returns its index.
+
+    Waits if another process does it.
+    """
+    folder, index, part, options, of_tokenizer = job
+    locked, name = os.path.join(folder, PARTS), f"{index:05d}.lock"
+    with directory_lock(locked, setting=_SETTING, name=name, wait=True):
+        if read_result(folder, index, options) is None:
+            tokenizer = tokenizer or _tokenizer_of(folder, *of_tokenizer)
+            tokenize_part(folder, index, part, tokenizer, options)
+    return index
 
 
 @functools.lru_cache(maxsize=1)
@@ -155,8 +150,9 @@ def plan_store(
         "splits": splits,
         "split_seed": split_seed,
     }
-    output_dir = output_dir.rstrip("/")
-    return Preparation(output_dir, parts, plan, tokenizer.eos_token, bos_token, skip_bad_records)
+    options = PartOptions(append_eos, skip_bad_records, prepend_bos)
+    of_tokenizer = tokenizer.eos_token, bos_token, tokenizer.fingerprint
+    return Preparation(output_dir.rstrip("/"), parts, plan, options, of_tokenizer)
 
 
 def begin_store(preparation: Preparation, tokenizer: Tokenizer) -> None:
@@ -247,7 +243,7 @@ def _check_finished(preparation: Preparation) -> None:
     """Raises ExistingFileError unless this plan made the finished store."""
     folder = preparation.output_dir
     changed = list(_changed(folder, preparation.plan))
-    skip = preparation.skip_bad_records
+    skip = preparation.options.skip_bad_records
     if not changed and not skip and token_store.read_meta(folder).num_bad_records:
         changed = ["skip_bad_records"]
     if changed:
@@ -290,7 +286,8 @@ def finish_store(preparation: Preparation, *, accept_lossy_tokenizer: bool = Fal
     with unfinished_store(preparation, shared=False) as unfinished:
         if unfinished:
             _check_plan(preparation)
-            join_parts(preparation, preparation.tokenizer(), accept_lossy_tokenizer)
+            tokenizer = _tokenizer_of(preparation.folder, *preparation.of_tokenizer)
+            join_parts(preparation, tokenizer, accept_lossy_tokenizer)
     return TokenStore.default_config().set(path=preparation.output_dir, split=None).instantiate()
 
 

@@ -22,7 +22,6 @@ from moelib.data.tokens.store_check import hash_blocks
 from moelib.data.tokens.token_source import check_vocabulary
 from moelib.data.tokens.token_store import json_digest
 from moelib.data.tokens.tokenizer import Tokenizer
-from moelib.runtime.lock import directory_lock
 from moelib.runtime.storage import read_json, write_json, writing
 
 logger = logging.getLogger(__name__)
@@ -60,16 +59,6 @@ class PartResult(NamedTuple):
     sha256: str  # Of the tokens.
     block_hashes: Mapping[str, Sequence[str]]  # Of the part's files, by path in the store.
     lost_characters: Mapping[str, int]  # See `Tokenizer.lost_characters`.
-
-
-def finish_part(
-    folder: str, index: int, part: Part, tokenizer: Tokenizer, options: PartOptions
-) -> None:
-    """Tokenizes a part, unless it is finished and undamaged; waits if another process does it."""
-    locked, name = os.path.join(folder, PARTS), f"{index:05d}.lock"
-    with directory_lock(locked, setting="output_dir (--output)", name=name, wait=True):
-        if read_result(folder, index, options) is None:
-            tokenize_part(folder, index, part, tokenizer, options)
 
 
 def tokenize_part(

@@ -168,7 +168,7 @@ def test_a_tokenizer_that_loses_text_is_refused_unless_accepted(
     tokenizer, out = _lossy(tmp_path, unknown, normalizer), str(tmp_path / "store")
     with pytest.raises(UserError, match=f"loses {lost} of .*accept_lossy_tokenizer"):
         prepare(_source([text, "the end"]), tokenizer, out)
-    monkeypatch.setattr(prepare_part, "tokenize_part", None)  # The part is finished.
+    monkeypatch.setattr(preparation_module, "tokenize_part", None)  # The part is finished.
     prepare(_source([text, "the end"]), tokenizer, out, accept_lossy_tokenizer=True)
     monkeypatch.undo()
     prepare(_source([text, "z" * 100 * lost]), tokenizer, out + "2")
@@ -200,7 +200,7 @@ def _killed(path: object, count: int = 2, **options: Any) -> None:
     """Prepares a store, until some parts are finished; with all, while they are joined."""
     source = options.pop("source", _source(TEXTS))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare_part, "tokenize_part", _fails_after(count, KeyboardInterrupt()))
+        patch.setattr(preparation_module, "tokenize_part", _fails_after(count, KeyboardInterrupt()))
         patch.setattr(preparation_module, "_finish", _fails_after(0, KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             _prepare(source, path, **options)
@@ -213,7 +213,7 @@ def test_a_killed_run_resumes_from_its_finished_parts(tmp_path, monkeypatch, cap
     cut = pathlib.Path(f"{path}.partial", "tokens-00003.bin")
     cut.write_bytes(cut.read_bytes()[:3] if cut.exists() else b"abc")
     left = _fails_after(2, AssertionError("more than the two parts that were left"))
-    monkeypatch.setattr(prepare_part, "tokenize_part", left)
+    monkeypatch.setattr(preparation_module, "tokenize_part", left)
     store = _prepare(_source(TEXTS), path)
     assert "2 of 4 parts are finished" in capsys.readouterr().err
     assert _contents(store) == _contents(whole)
