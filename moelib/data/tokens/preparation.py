@@ -288,7 +288,12 @@ def finish_store(preparation: Preparation, *, accept_lossy_tokenizer: bool = Fal
             _check_plan(preparation)
             tokenizer = _tokenizer_of(preparation.folder, *preparation.of_tokenizer)
             join_parts(preparation, tokenizer, accept_lossy_tokenizer)
-    return TokenStore.default_config().set(path=preparation.output_dir, split=None).instantiate()
+    output_dir = preparation.output_dir
+    for name in (LOCK_FILE, _BEGIN_LOCK):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(output_dir, name))
+    shutil.rmtree(os.path.join(output_dir, PARTS), ignore_errors=True)
+    return TokenStore.default_config().set(path=output_dir, split=None).instantiate()
 
 
 def join_parts(preparation: Preparation, tokenizer: Tokenizer, accept_lossy: bool) -> None:
@@ -297,10 +302,7 @@ def join_parts(preparation: Preparation, tokenizer: Tokenizer, accept_lossy: boo
     results = _results(preparation, tokenizer)
     _check_lost(results, accept_lossy)
     meta = _finish(folder, preparation.plan, tokenizer, results)
-    shutil.rmtree(os.path.join(folder, PARTS))
     os.rename(folder, output_dir)
-    for name in (LOCK_FILE, _BEGIN_LOCK):
-        os.unlink(os.path.join(output_dir, name))
     sync_folder(os.path.dirname(output_dir) or ".")
     log(_report(output_dir, meta))
 

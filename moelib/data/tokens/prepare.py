@@ -142,8 +142,8 @@ def prepare_share(
         return None
     try:
         return finish_store(preparation, accept_lossy_tokenizer=accept_lossy_tokenizer)
-    except DirectoryInUseError as error:
-        log(f"share {index + 1}/{count} is finished; the last one joins the parts ({error})")
+    except DirectoryInUseError:
+        log(f"share {index + 1}/{count} is finished; the last process joins all parts.")
         return None
 
 

@@ -263,6 +263,15 @@ def test_a_finished_store_is_found_again_and_never_replaced(tmp_path, capsys):
         _prepare(_source(TEXTS), tmp_path / "mine")
 
 
+def test_files_of_the_work_that_a_kill_left_in_a_finished_store_are_removed(tmp_path):
+    store = _prepare(_source(TEXTS), tmp_path / "store")
+    before = _contents(store)
+    (tmp_path / "store/parts").mkdir()
+    for name in (".lock", ".begin.lock", "parts/00000.json"):
+        (tmp_path / "store" / name).touch()
+    assert _contents(_prepare(_source(TEXTS), tmp_path / "store")) == before
+
+
 def test_a_partial_folder_of_something_else_is_kept(tmp_path):
     mine = tmp_path / "store.partial" / "mine.txt"
     mine.parent.mkdir()
