@@ -416,7 +416,13 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     """Runs the parts, and writes and prints the report."""
     no_arguments(arguments, Flags)
     os.makedirs(flags.folder, exist_ok=True)
+    from moelib.core.config import did_you_mean
+    from moelib.core.errors import UsageError
+
     names = flags.only or tuple(PARTS)
+    for name in names:
+        if name not in PARTS:
+            raise UsageError(f"--only={name}: there is no such part; {did_you_mean(name, PARTS)}")
     if flags.in_process:
         run_part(flags, names[0])
         return

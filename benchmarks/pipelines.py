@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments import open_models
+from moelib.core.config import did_you_mean
 from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.parallel.pipeline.pair import SCOPES
 from moelib.parallel.pipeline.schedule import Schedule
@@ -106,9 +107,12 @@ def _compiled(schedule: Schedule) -> list[str]:
 
 def main(names: Sequence[str]) -> None:
     """Prints the tables; compiles the named schedules, or all."""
+    known = {each.value: each for each in Schedule}
+    if unknown := [name for name in names if name not in known]:
+        sys.exit(f"There is no schedule {unknown[0]!r}; {did_you_mean(unknown[0], known)}")
     os.environ["JAX_PLATFORMS"] = "cpu"  # No accelerator is used.
     print_table(idle_table())
-    rows = [_compiled(Schedule(name)) for name in names or [each.value for each in Schedule]]
+    rows = [_compiled(known[name]) for name in names or known]
     columns = ["schedule", "peak, GiB>", "temporaries>", "played, ms>", "waits>", "copies, GiB>"]
     columns += ["asynchronous all-to-alls>", "of pairs, over matmuls of the other pass>"]
     print_table(Table("Compiled for v6e:2x2, 2 ranks, 4 micro-batches", columns, rows))

@@ -1,4 +1,7 @@
-"""DeepSeek-V2 and DeepSeek-V3 at their published sizes."""
+"""DeepSeek-V2, DeepSeek-V3 and Kimi K2, which is a DeepSeek-V3, at their published sizes.
+
+Kimi K2 is balanced as DeepSeek-V3.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -84,6 +87,23 @@ SIZES: dict[str, Mapping[str, Any]] = {
         "routed_scaling_factor": 2.5,
     },
 }
+SIZES["kimi-k2"] = {
+    **SIZES["deepseek-v3"],
+    "model_type": "kimi_k2",
+    "vocab_size": 163_840,
+    "num_attention_heads": 64,
+    "rope_theta": 50_000.0,
+    "rope_scaling": {
+        **SIZES["deepseek-v3"]["rope_scaling"],
+        "factor": 32.0,
+        "beta_fast": 1.0,
+    },
+    "n_routed_experts": 384,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+}
 # With the module that predicts a second token, which the published 671 B parameters exclude.
 SIZES["deepseek-v3-mtp"] = {**SIZES["deepseek-v3"], "num_nextn_predict_layers": 1}
 
@@ -93,6 +113,7 @@ RECIPES = {
     "deepseek-v2": Recipe(expert=16, balance=(3e-3, BalanceScope.SEQUENCE)),
     "deepseek-v3": _V3,
     "deepseek-v3-mtp": _V3,
+    "kimi-k2": _V3,
 }
 
 

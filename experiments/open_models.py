@@ -1,12 +1,12 @@
-"""Open models at their published sizes: Llama, Qwen, Mixtral, OLMoE and DeepSeek together."""
+"""Open models at their published sizes: Llama, Qwen, Mixtral, OLMoE, DeepSeek and others."""
 
 from collections.abc import Callable, Mapping
 
 from moelib.train.trainer import SpmdTrainer
 
-from . import deepseek, llama, mixtral, olmoe, qwen
+from . import deepseek, glm, llama, minimax, mixtral, olmoe, qwen
 
-FAMILIES = (llama, qwen, mixtral, olmoe, deepseek)
+FAMILIES = (llama, qwen, mixtral, olmoe, deepseek, glm, minimax)
 
 
 def named_trainer_configs() -> Mapping[str, Callable[[], SpmdTrainer.Config]]:

@@ -21,6 +21,7 @@ from moelib.core.config import ConfigBase, config_origin, get_named_trainer_conf
 from moelib.core.config_modifier import apply_mesh_rule
 from moelib.core.errors import UsageError, UserError, refuse_single_strings
 from moelib.core.module_names import find_module
+from moelib.runs import phases
 from moelib.runtime import platforms, storage
 from moelib.runtime.command_line import flag, no_arguments, run_command
 from moelib.runtime.compilation_cache import use_compilation_cache
@@ -289,6 +290,8 @@ def load_config(
         max_step: Number of steps.
         mesh_selector: Name of the hardware, for the config's mesh rules.
 
+    The settings of a phase that the config names, as by `phase=NAME`, are applied.
+
     Raises:
         UsageError: If `module` or `name` is missing, or no mesh rule matches.
         InvalidConfigNameError: If there is no such config; the message has the nearest name.
@@ -312,7 +315,7 @@ def load_config(
         set_field(cfg, assignment)
     if data_dir is not None:
         set_data_dir(cfg, data_dir)
-    return cfg
+    return phases.applied(cfg) if "phase" in cfg else cfg
 
 
 def set_field(cfg: ConfigBase, assignment: str, *, flag: str = "--set") -> None:

@@ -1,7 +1,8 @@
 """Parts that families share: attention, rotary embeddings, feed-forward layers and stacks."""
 
 import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from moelib.core.config_types import shortened
@@ -88,6 +89,12 @@ MOE: Table = {
     **feed_forward_table("feed_forward/experts", "mlp.experts.{e}"),
 }
 
+# All experts in one tensor, gate and up projections one after the other.
+FUSED_EXPERTS: Table = {
+    "feed_forward/experts/up": [Part("mlp.experts.gate_up_proj", "e (n f) d -> e n d f")],
+    "feed_forward/experts/down": [Part("mlp.experts.down_proj", "e d f -> e f d")],
+}
+
 
 # -- Rotary embeddings ---------------------------------------------------------------------------
 
@@ -118,7 +125,7 @@ _ROPES: Mapping[str, tuple[type[RotaryEmbedding], Mapping[str, str]]] = {
         },
     ),
 }
-_ORIGINAL_CONTEXT = "original_max_position_embeddings"
+_ORIGINAL_CONTEXT, _PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
 
 
 def rope_parameters(settings: Settings) -> dict[str, Any]:
@@ -130,10 +137,12 @@ def rope_parameters(settings: Settings) -> dict[str, Any]:
     Raises:
         UserError: If a parameter is given twice with different values.
     """
-    names, outer = ("rope_parameters", "rope_scaling"), ("rope_theta", _ORIGINAL_CONTEXT)
+    names = ("rope_parameters", "rope_scaling")
+    outer = ("rope_theta", _PARTIAL, _ORIGINAL_CONTEXT)
     taken = {name: settings.take(name, None) for name in (*names, *outer)}
     given = {name: x for name, x in taken.items() if x and name in settings.values}
     defaults = {"rope_type": "default", "rope_theta": taken["rope_theta"] or 10000.0}
+    defaults |= {_PARTIAL: taken[_PARTIAL]} if taken[_PARTIAL] else {}
     spellings: list[dict[str, Any]] = []
     for inner in [given[name] for name in names if name in given] or [taken[names[0]] or {}]:
         inner = {name: x for name, x in inner.items() if x is not None}
@@ -152,20 +161,34 @@ def rope_parameters(settings: Settings) -> dict[str, Any]:
     return spellings[0]
 
 
-def rope(settings: Settings, also_read: Sequence[str] = ()) -> RotaryEmbedding.Config:
+def rope(
+    settings: Settings, also_read: Sequence[str] = (), *, head_dim: int | None = None
+) -> RotaryEmbedding.Config:
     """Returns the rotary embedding of `rope_parameters`.
 
     Parameters that its rope_type does not read, and that are not in `also_read`, are ignored with a
     warning, as transformers does.
 
+    Args:
+        settings: Settings of config.json.
+        also_read: Parameters that other layers read.
+        head_dim: Entries of a head of which `partial_rotary_factor` may rotate a part; None for
+            families that rotate all entries.
+
     Raises:
         UserError: If moelib has no rotary embedding of that kind.
     """
-    settings.expect(partial_rotary_factor=1.0, rope_interleaved=False)
+    settings.expect(rope_interleaved=False)
     found = rope_parameters(settings)
     kind, theta = found.pop("rope_type"), found.pop("rope_theta")
-    if found.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise UserError(f"{settings.source}: partial_rotary_factor is not 1; moelib rotates all.")
+    part, rotary_dim = found.pop(_PARTIAL, 1.0), None
+    if part != 1.0:
+        if head_dim is None:
+            raise UserError(
+                f"{settings.source}: partial_rotary_factor={part}; moelib rotates all entries of a "
+                "head of this family."
+            )
+        rotary_dim = int(head_dim * part)
     cls, names = settings.lookup("rope_type", kind, _ROPES)
     if _ORIGINAL_CONTEXT in names:
         context = settings.take("max_position_embeddings")
@@ -179,11 +202,11 @@ def rope(settings: Settings, also_read: Sequence[str] = ()) -> RotaryEmbedding.C
     for name in ("factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"):
         if name in fields:
             fields[name] = float(fields[name])
-    return cls.default_config().set(theta=float(theta), **fields)
+    return cls.default_config().set(theta=float(theta), rotary_dim=rotary_dim, **fields)
 
 
-def rope_settings(cfg: Any) -> dict[str, Any]:
-    """Returns the parameters of a rotary embedding."""
+def rope_settings(cfg: Any, head_dim: int | None = None) -> dict[str, Any]:
+    """Returns the parameters of a rotary embedding, with its part of `head_dim` if given."""
     cfg = expect(cfg, RotaryEmbedding.Config)
     kinds = {cls: (kind, names) for kind, (cls, names) in _ROPES.items()}
     kind, names = kinds[cfg.klass]
@@ -191,15 +214,20 @@ def rope_settings(cfg: Any) -> dict[str, Any]:
     known = {name: value for name, value in fields.items() if value is not None}
     if not known.get("mscale_all_dim"):
         known = {n: value for n, value in known.items() if n not in ("mscale", "mscale_all_dim")}
+    if head_dim is not None:
+        part = (cfg.rotary_dim or head_dim) / head_dim
+        exact = int(part * head_dim) == (cfg.rotary_dim or head_dim)  # transformers rounds down.
+        known[_PARTIAL] = part if exact else math.nextafter(part, 1.0)
     return {"rope_type": kind, "rope_theta": cfg.theta, **known}
 
 
 def rope_spellings(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of a rotary embedding for transformers 5 and for earlier versions."""
-    scaling = {name: x for name, x in parameters.items() if name != "rope_theta"}
+    outer = ("rope_theta", _PARTIAL)
+    scaling = {name: x for name, x in parameters.items() if name not in outer}
     return {
         "rope_parameters": parameters,
-        "rope_theta": parameters["rope_theta"],
+        **{name: parameters[name] for name in outer if name in parameters},
         "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
     }
 
@@ -212,19 +240,29 @@ def norm(settings: Settings) -> RMSNorm.Config:
     return RMSNorm.default_config().set(eps=float(settings.take("rms_norm_eps")))
 
 
-def attention(settings: Settings, **fields: Any) -> GroupedQueryAttention.Config:
-    """Returns attention from the settings that all families but DeepSeek share."""
+def attention(
+    settings: Settings, *, partial_rotary: bool = False, **fields: Any
+) -> GroupedQueryAttention.Config:
+    """Returns attention from the settings that all families but DeepSeek share.
+
+    Args:
+        settings: Settings of config.json.
+        partial_rotary: Whether `partial_rotary_factor` may rotate a part of each head.
+        **fields: Further fields.
+    """
     heads, dim = settings.take("num_attention_heads"), settings.take("hidden_size")
     if dim < heads:
         raise UserError(
             f"{settings.source}: num_attention_heads={heads} is above hidden_size={dim}."
         )
+    head_dim = settings.take("head_dim", None) or dim // heads
     cfg = GroupedQueryAttention.default_config().set(
         num_heads=heads,
         num_kv_heads=settings.take("num_key_value_heads", None) or heads,
-        head_dim=settings.take("head_dim", None) or dim // heads,
-        rope=rope(settings),
+        head_dim=head_dim,
     )
+    if "rope" not in fields:
+        fields["rope"] = rope(settings, head_dim=head_dim if partial_rotary else None)
     return cfg.set(**fields)
 
 
@@ -234,15 +272,49 @@ def attention_with_bias(settings: Settings, **fields: Any) -> GroupedQueryAttent
     return attention(settings, qkv_bias=bias, output_bias=bias, **fields)
 
 
-def attention_settings(cfg: CausalLM.Config) -> dict[str, Any]:
+def attention_settings(cfg: CausalLM.Config, *, partial_rotary: bool = False) -> dict[str, Any]:
     """Returns the settings that `model` and `attention` read."""
-    attention = expect(layers_of(cfg.decoder)[0].self_attention, GroupedQueryAttention.Config)
+    layers = [layer.self_attention for layer in layers_of(cfg.decoder)]
+    # Layers without positions have none.
+    attention = next((layer for layer in layers if layer.rope is not None), layers[0])
+    attention = expect(attention, GroupedQueryAttention.Config)
+    head_dim = attention.head_dim or cfg.dim // attention.num_heads
+    rope = attention.rope or RotaryEmbedding.default_config()
+    rope = rope_settings(rope, head_dim if partial_rotary else None)
     return {
         **model_settings(cfg),
         "num_attention_heads": attention.num_heads,
         "num_key_value_heads": attention.num_kv_heads or attention.num_heads,
-        "head_dim": attention.head_dim or cfg.dim // attention.num_heads,
-        **rope_spellings(rope_settings(attention.rope)),
+        "head_dim": head_dim,
+        **rope_spellings(rope),
+    }
+
+
+WINDOWED, FULL = "sliding_attention", "full_attention"
+
+
+def windows(settings: Settings, default: Callable[[int], bool]) -> list[int | None]:
+    """Returns the window of each layer in tokens, None for no window, according to `layer_types`.
+
+    Args:
+        settings: Settings of config.json.
+        default: Whether the layer of a number has a window, if `layer_types` is absent.
+    """
+    window, total = settings.take("sliding_window"), settings.take("num_hidden_layers")
+    kinds = settings.take("layer_types", None) or [
+        WINDOWED if default(n) else FULL for n in range(total)
+    ]
+    settings.expect(num_hidden_layers=len(kinds))
+    known = {FULL: None} | ({} if window is None else {WINDOWED: window})
+    return [settings.lookup("layer_types", kind, known) for kind in kinds]
+
+
+def window_settings(cfg: CausalLM.Config, default: int | None = None) -> dict[str, Any]:
+    """Returns the settings that `windows` reads; `default` is the window if no layer has one."""
+    found = [layer.self_attention.window for layer in layers_of(cfg.decoder)]
+    return {
+        "layer_types": [WINDOWED if window else FULL for window in found],
+        "sliding_window": max(window or 0 for window in found) or default,
     }
 
 
@@ -259,22 +331,33 @@ def feed_forward(hidden_dim: int) -> FeedForward.Config:
     return FeedForward.default_config().set(hidden_dim=hidden_dim, activation=Activation.SWIGLU)
 
 
-def moe(settings: Settings, num_experts: str, hidden_dim: str, **fields: Any) -> MoELayer.Config:
-    """Returns an MoE layer from `num_experts_per_tok` and the settings of these two names."""
+_PER_TOKEN = "num_experts_per_tok"
+
+
+def moe(
+    settings: Settings,
+    num_experts: str,
+    hidden_dim: str,
+    per_token: str = _PER_TOKEN,
+    **fields: Any,
+) -> MoELayer.Config:
+    """Returns an MoE layer from the settings of these three names."""
     cfg = MoELayer.default_config().set(
         num_experts=settings.take(num_experts),
-        num_experts_per_token=settings.take("num_experts_per_tok"),
+        num_experts_per_token=settings.take(per_token),
         hidden_dim=settings.take(hidden_dim),
     )
     return cfg.set(**fields)
 
 
-def moe_settings(cfg: CausalLM.Config, num_experts: str, hidden_dim: str) -> dict[str, Any]:
+def moe_settings(
+    cfg: CausalLM.Config, num_experts: str, hidden_dim: str, per_token: str = _PER_TOKEN
+) -> dict[str, Any]:
     """Returns the settings that `moe` reads."""
     found = moe_of(cfg)
     return {
         num_experts: found.num_experts,
-        "num_experts_per_tok": found.num_experts_per_token,
+        per_token: found.num_experts_per_token,
         hidden_dim: found.hidden_dim,
     }
 
@@ -313,23 +396,28 @@ def moe_layers_of(cfg: CausalLM.Config) -> list[MoELayer.Config]:
 # -- Models --------------------------------------------------------------------------------------
 
 
-def model(settings: Settings, attention: Any, feed_forward: Any) -> CausalLM.Config:
+def model(settings: Settings, attention: Any, feed_forward: Any, **fields: Any) -> CausalLM.Config:
     """Returns the model whose layers have these two parts; a list has a part for each layer.
+
+    The fields are those of every layer; the last norm of the model is of the same kind.
 
     Raises:
         UserError: If a setting of the file was never read.
     """
-    settings.expect(hidden_act="silu", attention_dropout=0.0)
+    settings.expect(hidden_act="silu")
+    if rate := settings.take("attention_dropout", 0.0):
+        logger.warning("%s: attention_dropout=%s has no effect in moelib.", settings.source, rate)
     total = settings.take("num_hidden_layers")
     each = (x if isinstance(x, list) else [x] * total for x in (attention, feed_forward))
-    layer = TransformerLayer.default_config().set(norm=norm(settings))
+    last = fields.get("norm") or fields.get("output_norm") or norm(settings)
+    layer = TransformerLayer.default_config().set(norm=last).set(**fields)
     layers = [layer.clone(self_attention=a, feed_forward=f) for a, f in zip(*each, strict=True)]
     tied = settings.take("tie_word_embeddings", False)
     cfg = CausalLM.default_config().set(
         vocab_size=settings.take("vocab_size"),
         dim=settings.take("hidden_size"),
         decoder=stack(layers),
-        output_norm=layer.norm.clone(),
+        output_norm=last.clone(),
     )
     if tied:
         cfg.lm_head = None

@@ -10,10 +10,17 @@ from typing import Any
 
 from moelib.core.errors import UserError
 from moelib.huggingface import blocks
-from moelib.huggingface.deepseek import V2, V3
+from moelib.huggingface.dbrx import DBRX
+from moelib.huggingface.deepseek import GLM4_MOE_LITE, KIMI_K2, MISTRAL4, V2, V3
+from moelib.huggingface.dense import MISTRAL, QWEN2, SMOLLM3
+from moelib.huggingface.ernie import ERNIE4_5_MOE
 from moelib.huggingface.family import Family
+from moelib.huggingface.glm import DOTS1, EXAONE_MOE, GLM4_MOE, HY_V3, SOLAR_OPEN
 from moelib.huggingface.gpt_oss import GPT_OSS
+from moelib.huggingface.granite import GRANITE, GRANITEMOE, GRANITEMOESHARED
+from moelib.huggingface.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
 from moelib.huggingface.llama import LLAMA, QWEN3
+from moelib.huggingface.minimax import MINIMAX_M2
 from moelib.huggingface.mixture import (
     MIXTRAL,
     OLMOE,
@@ -21,8 +28,10 @@ from moelib.huggingface.mixture import (
     QWEN2_MOE_UNGATED,
     QWEN3_MOE,
 )
+from moelib.huggingface.olmo import FLEX_OLMO, OLMO2, OLMO3
 from moelib.huggingface.settings import Settings
 from moelib.huggingface.tensor_mapping import TensorMapping, expand
+from moelib.huggingface.text_parts import ERNIE4_5_VL_MOE, QWEN3_VL_MOE
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.router import GroupScore, Router, Score
@@ -31,7 +40,16 @@ from moelib.layers.transformer import LoopStack, ScanStack, TransformerLayer
 from moelib.models.causal_lm import CausalLM
 
 # If several families can hold a model, the first one is used.
-FAMILIES = (LLAMA, QWEN3, MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, QWEN2_MOE_UNGATED, V2, V3, GPT_OSS)
+FAMILIES = (
+    *(LLAMA, QWEN3, QWEN2, MISTRAL, SMOLLM3, OLMO2, OLMO3, GRANITE, HUNYUAN_DENSE),
+    *(MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, QWEN2_MOE_UNGATED, V2, V3, GPT_OSS),
+    *(KIMI_K2, GLM4_MOE_LITE, SOLAR_OPEN, GLM4_MOE, DOTS1, EXAONE_MOE, HY_V3, MINIMAX_M2, MISTRAL4),
+    *(ERNIE4_5_MOE, QWEN3_VL_MOE, ERNIE4_5_VL_MOE),
+    *(FLEX_OLMO, GRANITEMOE, GRANITEMOESHARED, HUNYUAN_MOE, DBRX),
+)
+
+# Families whose rotary embeddings are more than one `rope_parameters`.
+_OWN_ROPE = (DBRX, OLMO3)
 
 _MAX_NAMED = 5  # Differences listed in an error.
 
@@ -133,16 +151,18 @@ def settings_of(cfg: CausalLM.Config) -> tuple[Family, dict[str, Any]]:
         raise NoFamilyError(f"transformers has no architecture for this model: {error}") from None
     nearest: tuple[int, str] | None = None
     for family in FAMILIES:
+        if family.written_as is not None:
+            continue
         try:
-            settings = family.settings(cfg)
-            found = _computed(family.model(Settings(settings, family.model_type, family.defaults)))
+            reader = Settings(family.settings(cfg), family.model_type, family.defaults, None)
+            found = _computed(family.model(reader))
+            settings = {name: x for name, x in reader.values.items() if name in reader.known}
         except (AttributeError, KeyError, StopIteration, TypeError, ValueError):
             continue  # The family has no such layer.
-        heads = settings["num_attention_heads"]
         if found != wanted:
             differences = _differences(wanted, found, "model", family.model_type)
             count, reason = len(differences), f"differs: {'; '.join(differences[:_MAX_NAMED])}"
-        elif family.heads_divide_dim and cfg.dim % heads:
+        elif family.heads_divide_dim and cfg.dim % (heads := settings["num_attention_heads"]):
             count, reason = 0, f"requires num_heads={heads} to divide dim={cfg.dim}"
         else:
             return family, settings
@@ -167,7 +187,12 @@ def published_settings(values: Mapping[str, Any], cfg: CausalLM.Config) -> tuple
     settings = {name: x for name, x in values.items() if name not in dropped}
     # Settings that moelib does not read were accepted when the model was converted.
     family = check_computes(settings, "config.json", cfg, ignored=None)
-    if settings.get("rope_parameters"):
+    if family.written_as is not None:
+        raise UserError(f"model_type={family.model_type!r} is written as {family.written_as!r}.")
+    if family in _OWN_ROPE:
+        written = family.settings(cfg)
+        settings |= {name: x for name, x in written.items() if name.startswith("rope_")}
+    elif settings.get("rope_parameters"):
         known = Settings(settings, "config.json", family.defaults)
         settings |= blocks.rope_spellings(blocks.rope_parameters(known))
     if cfg.multi_token_prediction is None and "num_nextn_predict_layers" in settings:
@@ -177,7 +202,8 @@ def published_settings(values: Mapping[str, Any], cfg: CausalLM.Config) -> tuple
 
 def tensor_mappings(family: Family, model: CausalLM) -> list[TensorMapping]:
     """Returns the mapping of each tensor of the family to the parameters of a model."""
-    return expand(model, blocks.IN_MODEL, family.in_layer(model.config))
+    mappings = expand(model, blocks.IN_MODEL, family.in_layer(model.config))
+    return [each._replace(tensor=family.tensor_name(each.tensor)) for each in mappings]
 
 
 def _differences(a: dict[str, Any], b: dict[str, Any], of_a: str, of_b: str) -> list[str]:

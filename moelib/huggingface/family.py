@@ -15,7 +15,8 @@ class Family(NamedTuple):
     architecture: str  # Name of its class in transformers.
     # Function from the settings of a config.json to a model config.
     model: Callable[[Settings], CausalLM.Config]
-    # Function from a model config to settings, from which `model` gives it again.
+    # Function from a model config to settings, from which `model` gives it again. Those that it
+    # does not read are not written.
     settings: Callable[[CausalLM.Config], dict[str, Any]]
     # Function from a model config to the tensors of a layer; a layer need not have all.
     in_layer: Callable[[CausalLM.Config], Table]
@@ -27,5 +28,9 @@ class Family(NamedTuple):
     zeros: Callable[[CausalLM.Config], dict[str, tuple[int, ...]]] = lambda cfg: {}
     # Function from a model config to the names of tensors that are copies, and of the originals.
     copies: Callable[[CausalLM.Config], dict[str, str]] = lambda cfg: {}
+    # `model_type` of the family that models are written as, if not this one.
+    written_as: str | None = None
+    # Function from the name of a tensor of a language model to its name in files of the family.
+    tensor_name: Callable[[str], str] = lambda name: name
     # Whether transformers requires num_attention_heads to divide hidden_size.
     heads_divide_dim: bool = False

@@ -23,7 +23,6 @@ IN_LAYER: Table = {
     "feed_forward/experts/down_bias": [Part("mlp.experts.down_proj_bias", "e d -> e d")],
 }
 _NAMES = "num_local_experts", "intermediate_size"  # Settings of `blocks.moe`.
-_WINDOWED, _FULL = "sliding_attention", "full_attention"
 _WINDOW = 128  # The class's default; transformers refuses null even if no layer uses it.
 
 
@@ -40,25 +39,18 @@ def _model(settings: Settings) -> CausalLM.Config:
             activation=Activation.CLAMPED_SWIGLU, bias=True
         ),
     )
-    windows = {_WINDOWED: settings.take("sliding_window"), _FULL: None}
-    total = settings.take("num_hidden_layers")
-    kinds = settings.take("layer_types", None) or [(_WINDOWED, _FULL)[n % 2] for n in range(total)]
-    settings.expect(num_hidden_layers=len(kinds))
-    attentions = [
-        attention.clone(window=settings.lookup("layer_types", kind, windows)) for kind in kinds
-    ]
+    windows = blocks.windows(settings, default=lambda n: n % 2 == 0)
+    attentions = [attention.clone(window=window) for window in windows]
     return blocks.model(settings, attentions, moe)
 
 
 def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    windows = [layer.self_attention.window for layer in blocks.layers_of(cfg.decoder)]
     return {
         **blocks.attention_settings(cfg),
         **blocks.moe_settings(cfg, *_NAMES),
         **blocks.balance_settings(cfg),
         "attention_bias": True,
-        "layer_types": [_WINDOWED if window else _FULL for window in windows],
-        "sliding_window": max(window or 0 for window in windows) or _WINDOW,
+        **blocks.window_settings(cfg, default=_WINDOW),
         "swiglu_limit": 7.0,
     }
 

@@ -166,21 +166,22 @@ def _read_tensors(folder: str, family: Family, model: CausalLM, targets: Nested)
         unread = [name for name in present if any(re.fullmatch(p, name) for p in ignored)]
         if unread:
             logger.warning(
-                "The modules of multi-token prediction in %s, %d tensors, are not read; a model "
-                "with multi_token_prediction (moelib convert --multi_token_prediction) has them.",
-                folder,
+                "%d tensors in %s, such as %s, are not read: logits of text do not depend on them. "
+                "moelib convert --multi_token_prediction reads modules of multi-token prediction.",
                 len(unread),
+                folder,
+                unread[0],
             )
         copies = family.copies(model.config)
         if model.config.lm_head is None:
-            copies = {_HEAD: _EMBEDDING, **copies}
+            copies = {family.tensor_name(_HEAD): family.tensor_name(_EMBEDDING), **copies}
         for copy, name in copies.items():
             if copy not in present or name not in present:  # `load_parameters` names the latter.
                 continue
             if not np.array_equal(tensors.read(copy), tensors.read(name)):
                 advice = (
                     "tie_word_embeddings=true; set it to false or remove the tensor"
-                    if copy == _HEAD
+                    if copy == family.tensor_name(_HEAD)
                     else "the model has one parameter for both; convert it without "
                     "multi_token_prediction or remove the tensor"
                 )
@@ -252,6 +253,7 @@ def save_pretrained(
             yield name, np.zeros(shape, written)
 
     write_tensors(folder, tensors(), max_file_bytes=max_file_bytes)
+    published = {**published.get("text_config", {}), **published}
     kept = {name: published[name] for name in _TRAVEL if name in published}
     settings = {**settings, **(more_settings or {}), **kept, "dtype": str(written)}
     write_json(os.path.join(folder, CONFIG_FILE), settings)

@@ -51,31 +51,39 @@ def _list_of(kind: type, text: str) -> _Kind:
 
 _MAX_LAYERS, _MAX_SIZE = 1000, 10**9
 _KINDS = {
-    **_integer(1, _MAX_LAYERS).names("num_hidden_layers decoder_sparse_step"),
-    **_integer(0, _MAX_LAYERS).names(
-        "first_k_dense_replace n_shared_experts? num_nextn_predict_layers"
+    **_integer(1, _MAX_LAYERS).names(
+        "decoder_sparse_step no_rope_layer_interval num_hidden_layers"
     ),
-    **_integer(0, _MAX_SIZE).names("qk_nope_head_dim"),
+    **_integer(0, _MAX_LAYERS).names(
+        "first_k_dense_replace max_window_layers moe_num_shared_experts num_nextn_predict_layers"
+    ),
+    **_integer(0, _MAX_SIZE).names("qk_nope_head_dim shared_intermediate_size"),
     **_integer(1, _MAX_SIZE).names(
         "head_dim? hidden_size intermediate_size kv_lora_rank max_position_embeddings? "
-        "moe_intermediate_size n_group? n_routed_experts num_attention_heads num_experts "
-        "num_experts_per_tok num_key_value_heads? num_local_experts "
-        "original_max_position_embeddings? q_lora_rank? qk_rope_head_dim "
-        "shared_expert_intermediate_size sliding_window? topk_group? v_head_dim vocab_size"
+        "moe_intermediate_size moe_k moe_num_experts n_group? n_routed_experts n_shared_experts? "
+        "num_attention_heads num_experts num_experts_per_tok num_key_value_heads? "
+        "num_local_experts num_shared_experts original_max_position_embeddings? q_lora_rank? "
+        "qk_rope_head_dim rotary_dim? shared_expert_intermediate_size sliding_window? topk_group? "
+        "v_head_dim vocab_size"
     ),
     **_Kind(
         "a number above 0, from 1e-30 to 1e30",
         lambda x: type(x) in (int, float) and 1e-30 < x < 1e30,
     ).names(
-        "attention_factor? beta_fast? beta_slow? clip_qkv? factor? high_freq_factor? "
-        "low_freq_factor? rope_theta? routed_scaling_factor"
+        "alpha? attention_factor? attention_multiplier beta_fast? beta_slow? clip_qkv? "
+        "embedding_multiplier factor? high_freq_factor? logits_scaling low_freq_factor? "
+        "partial_rotary_factor? residual_multiplier rope_theta? routed_scaling_factor "
+        "router_scaling_factor"
     ),
     **_Kind(
         "a number from 1e-12 to 0.1",
         lambda x: type(x) in (int, float) and 1e-12 <= x <= 0.1,
     ).names("rms_norm_eps"),
+    **_Kind("a number from 0 to 1", lambda x: type(x) in (int, float) and 0 <= x <= 1).names(
+        "attention_dropout?"
+    ),
     **_Kind("a finite number", lambda x: type(x) in (int, float) and abs(x) < 10**9).names(
-        "mscale? mscale_all_dim?"
+        "llama_4_scaling_beta? mscale? mscale_all_dim?"
     ),
     **_Kind(
         "a token id or a list of them",
@@ -83,12 +91,24 @@ _KINDS = {
             type(each) is int and each >= 0 for each in (x if isinstance(x, list) else [x])
         ),
     ).names("eos_token_id?"),
+    **_Kind(
+        "an integer from 1 or a list of them",
+        lambda x: all(
+            type(each) is int and each >= 1 for each in (x if isinstance(x, list) else [x])
+        ),
+    ).names("moe_topk"),
     **_Kind("true or false", lambda x: type(x) is bool).names(
-        "attention_bias norm_topk_prob qkv_bias tie_word_embeddings truncate?"
+        "attention_bias norm_topk_prob qkv_bias tie_word_embeddings truncate? use_qk_norm "
+        "use_sliding_window"
     ),
-    **_list_of(int, "a list of integers").names("mlp_only_layers?"),
-    **_list_of(str, "a list of texts").names("layer_types?"),
-    **_Kind("an object", lambda x: isinstance(x, dict)).names("rope_parameters? rope_scaling?"),
+    **_Kind(
+        "an integer above 0 or a text", lambda x: isinstance(x, str) or (type(x) is int and x > 0)
+    ).names("sliding_window_pattern?"),
+    **_list_of(int, "a list of integers").names("mlp_only_layers? no_rope_layers?"),
+    **_list_of(str, "a list of texts").names("layer_types? mlp_layer_types?"),
+    **_Kind("an object", lambda x: isinstance(x, dict)).names(
+        "attn_config? ffn_config? rope_parameters? rope_scaling? text_config"
+    ),
 }
 
 
@@ -100,7 +120,13 @@ def check_setting(name: str, value: Any, source: str) -> None:
 
 
 class Settings:
-    """The settings of a config.json, read one by one; `finish` refuses those never read."""
+    """The settings of a config.json, read one by one; `finish` refuses those never read.
+
+    Attributes:
+        values: The settings by name.
+        source: Name of the file, for errors.
+        known: Names that were read, or that change no logits.
+    """
 
     def __init__(
         self,
@@ -114,10 +140,19 @@ class Settings:
         Absent settings have their defaults. The user declares that `ignored` ones change nothing:
         they are as if absent. None ignores those that are never read.
         """
-        absent = set(ignored or ())
+        self._ignored = None if ignored is None else set(ignored)
+        absent = self._ignored or set()
         self.values = {name: x for name, x in values.items() if name not in absent}
         self.source, self._defaults = source, defaults or {}
-        self._unread = set() if ignored is None else set(self.values) - _NEUTRAL
+        self.known: set[str] = set(_NEUTRAL)
+
+    def inner(self, values: Mapping[str, Any]) -> "Settings":
+        """Returns other settings of the same file, with the same defaults and ignored names."""
+        return Settings(values, self.source, self._defaults, self._ignored)
+
+    def nested(self, name: str, **changes: Any) -> "Settings":
+        """Returns the settings of a setting that is an object, with changes to them."""
+        return self.inner({**self.take(name), **changes})
 
     def take(self, name: str, default: Any = _REQUIRED) -> Any:
         """Returns a setting.
@@ -125,7 +160,7 @@ class Settings:
         Raises:
             UserError: If it has the wrong type or range, or is absent without a default.
         """
-        self._unread.discard(name)
+        self.known.add(name)
         if name in self.values:
             check_setting(name, self.values[name], self.source)
             return self.values[name]
@@ -156,16 +191,15 @@ class Settings:
 
     def skip(self, *names: str) -> None:
         """Marks settings as read that follow from others."""
-        self._unread -= set(names)
+        self.known |= set(names)
 
     def finish(self) -> None:
         """Raises UserError if a setting was never read."""
-        if self._unread:
-            unread = ", ".join(
-                f"{name}={shortened(self.values[name])}" for name in sorted(self._unread)
-            )
-            names = ",".join(sorted(self._unread))
+        unread = [] if self._ignored is None else sorted(self.values.keys() - self.known)
+        if unread:
+            names = ",".join(unread)
+            settings = ", ".join(f"{name}={shortened(self.values[name])}" for name in unread)
             raise UserError(
-                f"{self.source}: unsupported settings: {unread}. If they change nothing, pass "
+                f"{self.source}: unsupported settings: {settings}. If they change nothing, pass "
                 f"--ignore_settings={names}."
             )

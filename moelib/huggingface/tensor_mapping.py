@@ -30,9 +30,12 @@ class Part(NamedTuple):
     index: tuple[int | str | None, ...] = ()
     # Range (start, stop) of the tensor's first dimension, if the tensor holds more.
     rows: tuple[int, int] | None = None
+    num_rows: int | None = None  # Rows of that tensor if no parts hold the last of them.
     # First entry of the parameter's last dimension from which rotary pairs are interleaved (2i, 2i
     # + 1) in the tensor but split into halves in the parameter.
     pairs_from: int | None = None
+    # View of the tensor if it is stored with the shape of this view; it is not written so.
+    other_view: str | None = None
     factor: float = 1.0  # Parameter over tensor; a power of two, so that the conversion is exact.
 
 
@@ -120,7 +123,7 @@ def part_shape(mapping: TensorMapping, shape: Sequence[int]) -> tuple[int, ...]:
 def tensor_shape(mapping: TensorMapping, shape: Sequence[int]) -> tuple[int, ...]:
     """Returns the shape of the tensor (its `rows`) for a parameter of the given shape."""
     left, right = mapping.part.view.split(" -> ")
-    sizes = dict(zip(right.split(), part_shape(mapping, shape), strict=True))
+    sizes = {"1": 1, **dict(zip(right.split(), part_shape(mapping, shape), strict=True))}
     groups = re.findall(r"\(([^)]*)\)|(\S+)", left)
     return tuple(
         math.prod(sizes[n] for n in group.split()) if group else sizes[single]

@@ -73,9 +73,14 @@ def load_parameters(
             as their parameter is, or have values that are not finite in the parameter's dtype.
     """
     by_path: dict[str, list[TensorMapping]] = {}
+    shapes = {path: target.shape for path, target in tree.flatten_items(targets)}
+    present = set(source.keys())
+    mappings = [
+        _as_stored(source, mapping, shapes[mapping.path]) if mapping.tensor in present else mapping
+        for mapping in mappings
+    ]
     for mapping in mappings:
         by_path.setdefault(mapping.path, []).append(mapping)
-    shapes = {path: target.shape for path, target in tree.flatten_items(targets)}
     _check_tensors(source, mappings, shapes, ignored)
 
     def load(path: str, target: jax.ShapeDtypeStruct) -> jax.Array:
@@ -112,6 +117,14 @@ def checkpoint_tensors(
         yield name, np.ascontiguousarray(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
 
 
+def _as_stored(source: Source, mapping: TensorMapping, shape: tuple[int, ...]) -> TensorMapping:
+    """Returns the mapping with the view whose shape the tensor has."""
+    part = mapping.part
+    if part.other_view is None or source.shape(mapping.tensor) == tensor_shape(mapping, shape):
+        return mapping
+    return mapping._replace(part=part._replace(view=part.other_view))
+
+
 def _check_tensors(
     source: Source,
     mappings: Sequence[TensorMapping],
@@ -123,7 +136,8 @@ def _check_tensors(
     for mapping in mappings:
         shape = tensor_shape(mapping, shapes[mapping.path])
         if mapping.part.rows is not None:  # The tensor spans the rows of all of its parts.
-            stop = max(mapping.part.rows[1], *wanted.get(mapping.tensor, (0,))[:1])
+            stop = mapping.part.num_rows or mapping.part.rows[1]
+            stop = max(stop, *wanted.get(mapping.tensor, (0,))[:1])
             shape = (stop, *shape[1:])
         wanted[mapping.tensor] = shape
     present = set(source.keys())

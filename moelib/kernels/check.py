@@ -16,9 +16,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from moelib.core.errors import UserError
 from moelib.kernels.backend import Call, kernel_backends, traced_backends
 
-# Largest difference, as a share of the largest reference value. Rounding of bfloat16 operands and
-# results stays below 2^-7; a wrong mask, group or sum is far above.
+# Largest difference, as a share of the largest reference value, and of a row, as a share of its
+# norm. Rounding of bfloat16 operands and results stays below 2^-7; a wrong group or sum, and a mask
+# that hides one key of 32 from a query, are above.
 TOLERANCE = 2**-5
+_FLOOR = 0.25  # Share of the mean norm that a row has at least: small ones are sums that cancel.
 
 FAILS = "fails"  # Begins the text on an exception.
 NO_MEMORY = "is not compared, for lack of memory"  # No fault of the kernel.
@@ -103,6 +105,8 @@ def _documents(num_sequences: int, length: int) -> np.ndarray:
     """Returns segment ids of packed documents, with padding, which has the id 0, at the ends."""
     rng = np.random.default_rng(0)
     ids = 1 + np.cumsum(rng.random((num_sequences, length)) < 4 / length, axis=1)
+    ids[0, : length - length // 4] = 1  # Of one sequence, most is one document.
+    ids[0, length - length // 4 :] += 1
     ids[:, length - length // 16 :] = 0
     return ids
 
@@ -144,10 +148,19 @@ def _value_and_gradients(call: Call, arrays: _Arrays) -> _Arrays:
 def _farthest(got: jax.Array, want: jax.Array) -> tuple[jax.Array, ...]:
     """Returns where the difference is largest, as a flat index, with both values.
 
-    Last come the tolerance, and whether any difference is beyond it; NaN is.
+    Last come the tolerance, and whether any difference is beyond it; NaN is. If only the norm of a
+    row is beyond, the index is in this row.
     """
-    got, want = (x.astype(jnp.float32).reshape(-1) for x in (got, want))
-    bound = TOLERANCE * jnp.max(jnp.abs(want))
+    size = got.shape[-1] if got.ndim else 1
+    got, want = (x.astype(jnp.float32).reshape(-1, size) for x in (got, want))
     difference = jnp.abs(got - want)
-    index = jnp.argmax(difference)  # The first NaN, if there is one.
-    return index, got[index], want[index], bound, ~(difference[index] <= bound)
+    bound = TOLERANCE * jnp.max(jnp.abs(want))
+    rms = lambda x: jnp.sqrt(jnp.mean(jnp.square(x), axis=-1))
+    allowed = TOLERANCE * (rms(want) + _FLOOR * jnp.sqrt(jnp.mean(jnp.square(want))))
+    row = jnp.argmax(rms(difference) - allowed)  # The first NaN, if there is one.
+    is_wrong = ~(jnp.max(difference) <= bound)
+    in_row = row * size + jnp.argmax(difference[row])
+    index = jnp.where(is_wrong, jnp.argmax(difference), in_row)
+    bound = jnp.where(is_wrong, bound, allowed[row])
+    is_wrong |= ~(rms(difference)[row] <= allowed[row])
+    return index, got.reshape(-1)[index], want.reshape(-1)[index], bound, is_wrong

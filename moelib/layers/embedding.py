@@ -6,6 +6,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class
+from moelib.core.config_types import PositiveFloat
 from moelib.core.module import in_context
 from moelib.core.param import Cast, FanAxes, ParameterSpec
 from moelib.core.precision import CastAtUse
@@ -22,6 +23,9 @@ class Embedding(BaseLayer):
     class Config(BaseLayer.Config):
         num_embeddings: Required[int] = REQUIRED  # V.
         dim: Required[int] = REQUIRED  # D.
+        # Factor of the vectors of the ids, not of a tied head, as in muP (arXiv:2203.03466) and
+        # Granite; None for 1.
+        scale: PositiveFloat | None = None
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg: Embedding.Config = self.config
@@ -36,7 +40,7 @@ class Embedding(BaseLayer):
         }
 
     def forward(self, ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
-        """Returns the vectors of the ids; NaN for ids outside the table."""
+        """Returns the vectors of the ids, times `scale`; NaN for ids outside the table."""
         table = (self.get_invocation_context().state or {})["weight"]
         if not isinstance(table, CastAtUse):
             table = CastAtUse(table, table, table.dtype)
@@ -45,7 +49,8 @@ class Embedding(BaseLayer):
         # stays far below its value, 4,096 ones add up to 256.
         exact = at.astype(jnp.float32) if jnp.finfo(at.dtype).bits < 32 else at
         unread = _rows(constrain(exact, _AXES), ids)
-        return CastAtUse(_rows(lax.stop_gradient(table.value), ids), unread, table.dtype).cast()
+        x = CastAtUse(_rows(lax.stop_gradient(table.value), ids), unread, table.dtype).cast()
+        return x if self.config.scale is None else x * self.config.scale
 
     def _own_forward_flops_per_token(self, seq_len: int) -> float:
         del seq_len

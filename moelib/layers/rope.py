@@ -106,13 +106,13 @@ class Llama3RotaryEmbedding(RotaryEmbedding):
         return plain * kept + plain / cfg.factor * (1 - kept)
 
 
-def _check_extension(layer: BaseLayer, fast: str, slow: str) -> None:
+def _check_extension(layer: BaseLayer, fast: str, slow: str, *, may_equal: bool = False) -> None:
     """Raises UserError unless the ends of the ramp of a longer context are valid."""
-    cfg = layer.config
-    if not getattr(cfg, fast) > getattr(cfg, slow) > 0:
+    high, low = getattr(layer.config, fast), getattr(layer.config, slow)
+    if not (high > low > 0 or (may_equal and high == low > 0)):
         raise UserError(
-            f"{layer._title()}: {fast}={getattr(cfg, fast)}, {slow}={getattr(cfg, slow)}; set "
-            f"{fast} above {slow}, and both above 0."
+            f"{layer._title()}: {fast}={high}, {slow}={low}; set {fast} above {slow}"
+            f"{' or equal to it' if may_equal else ''}, and both above 0."
         )
 
 
@@ -161,7 +161,7 @@ class YarnRotaryEmbedding(RotaryEmbedding):
     def __init__(self, cfg: Config, *, parent: Module | None) -> None:
         super().__init__(cfg, parent=parent)
         cfg = self.config
-        _check_extension(self, "beta_fast", "beta_slow")
+        _check_extension(self, "beta_fast", "beta_slow", may_equal=True)
         if cfg.attention_factor is not None and (cfg.mscale, cfg.mscale_all_dim) != (1, 0):
             raise UserError(
                 f"{self._title()}: attention_factor={cfg.attention_factor} overrides mscale="

@@ -13,7 +13,7 @@ from moelib.core.config import (
     Required,
     config_class,
 )
-from moelib.core.config_types import PositiveInt
+from moelib.core.config_types import PositiveFloat, PositiveInt
 from moelib.core.context import remat_in_context, scan_in_context
 from moelib.core.errors import UserError
 from moelib.core.module import in_context
@@ -33,22 +33,33 @@ Stream = tuple[Array, dict[str, Array]]
 
 
 class TransformerLayer(BaseLayer):
-    """Pre-norm layer: x += attention(norm(x)); x += feed_forward(norm(x))."""
+    """Pre-norm layer: x += attention(norm(x)); x += feed_forward(norm(x)).
+
+    With `output_norm` and without `norm` it is the layer of OLMo 2, arXiv:2501.00656: x +=
+    norm(attention(x)); x += norm(feed_forward(x)).
+    """
 
     @config_class
     class Config(BaseLayer.Config):
         input_dim: Required[int] = REQUIRED  # D.
         self_attention: BaseLayer.Config = GroupedQueryAttention.default_config()  # Mixes tokens.
         feed_forward: BaseLayer.Config = FeedForward.default_config()  # Or an MoELayer.
-        norm: BaseNorm.Config = RMSNorm.default_config()  # Norm of the inputs of both.
+        # Norm of the inputs of both; None for none.
+        norm: BaseNorm.Config | None = RMSNorm.default_config()
+        # Norm of the outputs of both, before they are added; None for none.
+        output_norm: BaseNorm.Config | None = None
+        # Factor of the outputs of both, as in depth-muP (arXiv:2310.02244) and Granite; None for 1.
+        residual_scale: PositiveFloat | None = None
 
     def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
         super().__init__(cfg, parent=parent)
         cfg = self.config
-        self._add_child("attention_norm", cfg.norm.clone(dim=cfg.input_dim))
-        self._add_child("self_attention", cfg.self_attention.clone(input_dim=cfg.input_dim))
-        self._add_child("feed_forward_norm", cfg.norm.clone(dim=cfg.input_dim))
-        self._add_child("feed_forward", cfg.feed_forward.clone(input_dim=cfg.input_dim))
+        for name, part in (("attention", "self_attention"), ("feed_forward", "feed_forward")):
+            if cfg.norm is not None:
+                self._add_child(f"{name}_norm", cfg.norm.clone(dim=cfg.input_dim))
+            self._add_child(part, getattr(cfg, part).clone(input_dim=cfg.input_dim))
+            if cfg.output_norm is not None:
+                self._add_child(f"{name}_output_norm", cfg.output_norm.clone(dim=cfg.input_dim))
 
     def forward(
         self,
@@ -67,11 +78,20 @@ class TransformerLayer(BaseLayer):
             mask: False for padding; None for no padding.
         """
         stream = ("batch", "residual_sequence", "activation_embed")
-        y = self.self_attention(
-            self.attention_norm(x), positions=positions, segment_ids=segment_ids
-        )
-        x = constrain(x + y, stream)
-        return constrain(x + self.feed_forward(self.feed_forward_norm(x), mask), stream)
+        y = self._normalized("attention_norm", x)
+        y = self.self_attention(y, positions=positions, segment_ids=segment_ids)
+        x = constrain(x + self._to_residual("attention_output_norm", y), stream)
+        y = self.feed_forward(self._normalized("feed_forward_norm", x), mask)
+        return constrain(x + self._to_residual("feed_forward_output_norm", y), stream)
+
+    def _normalized(self, norm: str, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        """Returns the output of a norm, or x if the layer has none of this name."""
+        return self.children[norm](x) if norm in self.children else x
+
+    def _to_residual(self, norm: str, y: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        """Returns what the output of attention or of the feed-forward layer adds to the stream."""
+        y, scale = self._normalized(norm, y), self.config.residual_scale
+        return y if scale is None else y * scale
 
 
 class BaseStack(BaseLayer):

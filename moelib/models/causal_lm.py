@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class
-from moelib.core.config_types import PositiveInt
+from moelib.core.config_types import PositiveFloat, PositiveInt
 from moelib.core.errors import UserError
 from moelib.core.metrics import Metric, WeightedScalar, weighted
 from moelib.core.module import Module, in_context
@@ -41,6 +41,8 @@ class CausalLM(StackedModel):
         decoder: BaseLayer.Config = ScanStack.default_config()  # The stack of layers.
         output_norm: BaseNorm.Config = RMSNorm.default_config()  # Norm after the last layer.
         lm_head: Linear.Config | None = Linear.default_config()  # None ties it to the embedding.
+        # Divides the logits, as in muP (arXiv:2203.03466) and Granite; None for 1.
+        logit_divisor: PositiveFloat | None = None
         z_loss: float = 0.0  # Weight of the squared logsumexp of the logits in the objective.
         # Tokens whose logits a device holds at once in training; more take memory, fewer time. None
         # for 1,024 or more; see `moelib.kernels.cross_entropy`.
@@ -118,6 +120,7 @@ class CausalLM(StackedModel):
 
         def token_loss(hidden: Array, labels: Array, **options: Any) -> TokenLoss:
             options["chunk_size"] = self.config.loss_chunk_size
+            hidden = self._divided(hidden)
             return language_model_loss(hidden, head, labels, tied=tied, **options)
 
         labels, sources = batch["target_labels"], batch.get("sources")
@@ -163,9 +166,15 @@ class CausalLM(StackedModel):
     @in_context
     def head(self, hidden: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
         """Returns the logits of the next token, given the output of `hidden`."""
+        hidden = self._divided(hidden)
         if self.config.lm_head is None:
             return self.embedding.attend(hidden)
         return self.lm_head(hidden)
+
+    def _divided(self, hidden: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        """Returns the input of the head: dividing it divides the logits."""
+        divisor = self.config.logit_divisor
+        return hidden if divisor is None else hidden / divisor
 
     def _own_forward_flops_per_token(self, seq_len: int) -> float:
         del seq_len

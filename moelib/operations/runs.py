@@ -32,6 +32,7 @@ class Run:
     cause: str  # Signal or error that ended it; empty if there is none.
     step: int  # Step of its last metrics.
     max_step: int | None  # None without a config.txt.
+    phase: str  # Name of the phase that it was in last; empty before the first, and without.
     loss: float | None  # Mean loss of the last log interval, nats per token.
     # {"<evaler>/loss": (last value, least value, its step)}.
     validation: Mapping[str, tuple[float | None, float, int]]
@@ -86,6 +87,7 @@ def describe_run(directory: str, metrics: RunMetrics, name: str) -> Run:
     if state == "finished" and (lost := _lost_checkpoint(run_folder.checkpoints)):
         state, cause = "failed", lost
     origin = next((x for x in events if x["event"] == "init_from"), {})
+    start = next((x for x in reversed(events) if x["event"] == "start"), {})
     is_validation = re.compile(VALIDATION)
     return Run(
         name=name,
@@ -93,6 +95,7 @@ def describe_run(directory: str, metrics: RunMetrics, name: str) -> Run:
         cause=cause,
         step=step,
         max_step=max_step,
+        phase=start.get("phase") or "",
         loss=metrics.last("mean_loss" if "mean_loss" in curves else "loss"),
         validation={
             key: (x.last[1], x.least[1], x.least[0])
@@ -160,7 +163,9 @@ def runs_table(runs: Sequence[Run]) -> Table:
             [
                 run.name,
                 run.state,
-                f"{run.step:,}" + (f" / {run.max_step:,}" if run.max_step else ""),
+                f"{run.step:,}"
+                + (f" / {run.max_step:,}" if run.max_step else "")
+                + (f", {run.phase}" if run.phase else ""),
                 _number(run.loss, ".4f"),
                 _number(last, ".4f"),
                 f"{best:.4f} at {at:,}" if best is not None else "",

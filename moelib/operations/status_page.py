@@ -154,6 +154,7 @@ def _described(path: str, metrics: RunMetrics, name: str) -> dict[str, Any]:
         "notes": [text for text in (run.cause, run.damage) if text],
         "step": run.step,
         "max_step": run.max_step,
+        "phase": run.phase,
         "left": "" if seconds is None else f"about {format_seconds(seconds)} left",
         "changed": _clock(run.changed),
         "tiles": shown,

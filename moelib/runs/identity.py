@@ -17,6 +17,7 @@ from moelib.core.errors import UserError
 from moelib.core.trusted_code import UntrustedNameError
 from moelib.data.batches.input import Input
 from moelib.parallel.mesh import describe_mesh
+from moelib.runs import phases
 from moelib.runs.folder import EVENTS_FILE, RunFolder
 from moelib.runtime import storage
 from moelib.runtime.processes import agreed, gather_json
@@ -31,7 +32,8 @@ _MOMENT, _OF_ITS_OWN = r"learner\b.*\b(first|second)_moment", "EIGHT_BIT"
 
 # Effects of a setting that differs when a run resumes. Those of `AcceptedChange` must be named in
 # `accept_changes`, since all further steps differ; "tokenizer" is a change of the data.
-AcceptedChange = Literal["schedule", "train_dtype", "accumulation", "config", "tokenizer"]
+AcceptedChange = Literal["schedule", "train_dtype", "accumulation", "config", "data", "tokenizer"]
+_OF_NUMBERS = ("config", "data")  # Those of settings that determine the numbers of a run.
 LOGGED = "logged"  # An event, and a line.
 FREE = "free"  # Reported elsewhere, or without an effect on what the run does.
 
@@ -47,6 +49,7 @@ RESUME = (
     (r"num_microbatches", "accumulation"),  # Losses of load balance are over a micro-batch.
     (r"(accept_changes|init_from|rewind_to|skip_batches|mesh_shape|mesh_axis_names)\b.*", FREE),
     (_OF_A_PROCESS, FREE),
+    (r"input\b.*", "data"),
     # Tuned while a run trains: rates, clipping, skipped steps.
     (r"learner\.(skip|norms_of)\b.*", LOGGED),
     (r"learner\b.*\.(learning_rate|peak_lr|end_lr|max_norm|max_delta)", LOGGED),
@@ -91,7 +94,7 @@ def identity(config_text: str, cfg: Any) -> dict[str, str]:
     """
     operational = _operational(cfg)
     lines = text_lines(config_text).items()
-    return {path: value for path, value in lines if _effect(path, operational) == "config"}
+    return {path: value for path, value in lines if _effect(path, operational) in _OF_NUMBERS}
 
 
 def without_watchers(text: str) -> str:
@@ -163,6 +166,8 @@ def warn_other_file(
     if not replaced:
         written = without_watchers(written)  # Of modules that it may not name.
     texts = (_as_today(written, f"{path}:", names), record.config, cfg.debug_string())
+    if text_lines(texts[0]).get("phase") != text_lines(texts[1]).get("phase"):
+        return  # Of a phase that was stopped before its first checkpoint.
     there, was, here = (text_lines(text) if replaced else identity(text, cfg) for text in texts)
     differ = [x for x in _different(there, here) if there.get(x) != was.get(x)]
     if not differ:
@@ -212,7 +217,7 @@ def check_directory(
     "changed" in the log of the run.
 
     Args:
-        cfg: Config of the trainer.
+        cfg: Config of the trainer, with the settings of no phase.
         folder: The folder.
         record: Record of the checkpoint to resume from, if one can be read.
         mesh: Sizes of the mesh axes; None if they are not compared.
@@ -225,15 +230,20 @@ def check_directory(
     text, source = folder.config_text(record)
     if not text:
         return
+    step = 0 if record is None else record.step
+    cfg = phases.of_step(cfg, step)
     names = dict(named(line) for line in lines(cfg))  # The user's own config names them.
     saved = _as_today(text, source, names)
     if record is not None:
         warn_other_file(folder, record, cfg, names, replaced=True)
     before, now = text_lines(saved), text_lines(cfg.debug_string())
     operational, is_moved = _operational(cfg), _is_moved(cfg)
+    past = (*phases.past_lines(before, step), *phases.past_lines(now, step))
     changes: list[Change] = []
     for path in _different(before, now):
         effect = "schedule" if path == "max_step" and is_moved else _effect(path, operational)
+        if path.startswith(past):
+            effect = "config"
         if effect != FREE:
             was, value = _pair_of(path, before, now)
             changes.append(Change(path, was, value, effect))
@@ -252,13 +262,13 @@ def _refuse(folder: RunFolder, changes: Sequence[Change], accepted: Sequence[str
                 "are not converted; set it back, or begin a run in another directory."
             )
     refused = [change for change in changes if change.effect not in (LOGGED, *accepted)]
-    if numbers := [change for change in refused if change.effect == "config"]:
-        path, was, now, _ = numbers[0]
+    if numbers := [change for change in refused if change.effect in _OF_NUMBERS]:
+        path, was, now, effect = numbers[0]
         more = f" ({len(numbers) - 1} more lines differ)" if len(numbers) > 1 else ""
         raise TrainerDirConflictError(
             f"{folder.path} belongs to another run: {path} is {was} there, and {now} in this "
             f"config{more}; choose another directory, set it back to resume that run, or pass "
-            f"{_accepting('config')} to continue it with this config."
+            f"{_accepting(effect)} to continue it with this config."
         )
     for path, was, now, effect in refused:
         raise TrainerDirConflictError(

@@ -10,6 +10,7 @@ import jax
 from moelib.core.config import REQUIRED
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
+from moelib.runs.phases import END_OF_PHASE, OtherPhase
 from moelib.tasks.run import Examples, check_arguments, task_trainer_config
 from moelib.tasks.task import Task
 from moelib.train.trainer import SpmdTrainer
@@ -76,6 +77,8 @@ def fit(
     given = {name: value for name, value in given.items() if value is not None}
     if not isinstance(trainer, SpmdTrainer):
         cfg = trainer.clone(**given)
+        if cfg.phase is not None:
+            raise UserError(f"phase={cfg.phase!r}: a run chooses its phase; leave it None.")
         if cfg.dir is REQUIRED or not cfg.dir:
             raise UserError("dir is not set; pass trainer_dir, or set the config's dir.")
         trainer = cfg.instantiate(parent=None)
@@ -84,7 +87,7 @@ def fit(
             f"trainer_dir={trainer_dir!r} and max_step={max_step} cannot change a trainer that is "
             "built already; pass its config instead."
         )
-    outcome = trainer.run(prng_key)
+    trainer, outcome = _run(trainer, prng_key)
     return FitResult(
         step=outcome["step"],
         metrics=outcome["aux"],
@@ -94,3 +97,18 @@ def fit(
         params=trainer.result(),
         best_step=trainer.best_step(),
     )
+
+
+def _run(
+    trainer: SpmdTrainer, prng_key: jax.Array | int | None
+) -> tuple[SpmdTrainer, dict[str, Any]]:
+    """Takes the steps of all phases; returns the trainer and the outcome of the last one."""
+    while True:
+        try:
+            outcome = trainer.run(prng_key)
+        except OtherPhase as other:
+            trainer = trainer.of_phase(other.name)
+        else:
+            if outcome["stopped_by"] != END_OF_PHASE:
+                return trainer, outcome
+            trainer = trainer.next_phase()

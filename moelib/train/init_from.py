@@ -16,7 +16,14 @@ from moelib.checkpoint.restore import (
     restore_params_only,
 )
 from moelib.core import tree
-from moelib.core.config import REQUIRED, Configurable, Required, config_class, did_you_mean
+from moelib.core.config import (
+    REQUIRED,
+    Configurable,
+    Required,
+    config_class,
+    did_you_mean,
+    maybe_instantiate,
+)
 from moelib.core.config_text import text_lines
 from moelib.core.errors import UserError
 from moelib.core.tree import Nested
@@ -26,6 +33,7 @@ from moelib.runs.folder import RunFolder
 from moelib.runtime import storage
 from moelib.runtime.processes import on_process_0
 from moelib.train.state import TrainerState, restart_learner
+from moelib.train.upcycle import Upcycle, sharding_of_dense
 
 
 class Initial(NamedTuple):
@@ -45,12 +53,15 @@ class InitFrom(Configurable):
         # the folder of a Hugging Face model.
         run: Required[str] = REQUIRED
         # "params": the parameters, as evaluations use them, for a run from step 0 with a new state
-        # of the optimizer and all its data. "all": step, optimizer, random key and position too.
-        state: Literal["params", "all"] = "params"
+        # of the optimizer and all its data. "state": step, optimizer and random key too, for other
+        # data. "all": the position in the data too.
+        state: Literal["params", "state", "all"] = "params"
         # Rules "regex -> replacement" for paths of parameters there that have other names here;
         # "regex ->" drops them, and "-> regex" keeps the initial values of parameters here. The
         # first match wins; parameters without one have the same path in both runs.
         rules: Sequence[str] = ()
+        # Makes experts of the feed-forward layers of a run of a dense model; None copies layers.
+        upcycle: Upcycle.Config | None = None
         # Settings of a Hugging Face model's config.json that are known to change nothing.
         ignore_settings: Sequence[str] = ()
 
@@ -92,23 +103,30 @@ class InitFrom(Configurable):
         cfg = self.config
         folder, at = self._named()
         origin = {"run": folder, "step": step, "state": cfg.state}
-        if cfg.rules and cfg.state == "all":
-            raise UserError("init_from.rules rename parameters only; set init_from.state='params'.")
+        if cfg.state != "params" and (cfg.rules or cfg.upcycle is not None):
+            name = "rules" if cfg.rules else "upcycle"
+            raise UserError(
+                f"init_from.{name} is for parameters only; set init_from.state='params'."
+            )
         checkpoints = RunFolder(folder).checkpoints
         if not storage.exists(checkpoints) and storage.exists(f"{folder}/{pretrained.CONFIG_FILE}"):
-            if at or cfg.rules or cfg.state == "all":
-                raise UserError(f"init_from.run={cfg.run!r} is no run; set it alone.")
+            if at or cfg.rules or cfg.state != "params" or cfg.upcycle is not None:
+                raise UserError(
+                    f"init_from.run={cfg.run!r} is no run; set it alone, or make a run of it by "
+                    "`moelib convert`."
+                )
             params = pretrained.replaced_parameters(state.model, folder, model, cfg.ignore_settings)
             return Initial(restart_learner(state._replace(model=params), learner), None, origin)
         if step is None:
             found = find_checkpoints(checkpoints, int(at) if at.isdigit() else None, required=True)
             step = origin["step"] = max(found) if at != "best" else _best(checkpoints, max(found))
         path = step_path(checkpoints, step)
-        if cfg.state == "all":
+        if cfg.state != "params":
             target = _targets(state)
             jax.tree.map(lambda x: x.delete(), state)
             restored = restore_checkpoint(path, target)
-            return Initial(restored.state, restored.record.input, origin)
+            position = restored.record.input if cfg.state == "all" else None
+            return Initial(restored.state, position, origin)
         record = on_all_processes(functools.partial(CheckpointRecord.read, path), path)
         params = self._parameters(state.model, record, checkpoints)
         return Initial(restart_learner(state._replace(model=params), learner), None, origin)
@@ -120,12 +138,17 @@ class InitFrom(Configurable):
             for name, array in record.arrays.items()
             if name.startswith("model/")
         }
-        names = sources(saved.keys(), own.keys(), self.config.rules, run)
+        upcycle = maybe_instantiate(self.config.upcycle)
+        names, experts = self._names(saved.keys(), own.keys(), upcycle)
         targets = {
             there: _target(own[here], saved[there], here, run) for here, there in names.items()
         }
         for here in names:
             own[here].delete()
+        for here, there in experts.items():
+            dtype, shape = saved[there]
+            split = sharding_of_dense(here, own[here])
+            targets[there] = jax.ShapeDtypeStruct(shape, dtype, sharding=split)
         restored = restore_params_only(
             checkpoints, tree.unflatten(targets), step=record.step, partial=True
         )
@@ -134,7 +157,25 @@ class InitFrom(Configurable):
             here: jax.device_put(found[there].astype(own[here].dtype), own[here].sharding)
             for here, there in names.items()
         }
+        if upcycle is not None:
+            dense = {here: found[there] for here, there in experts.items()}
+            new |= upcycle.experts(dense, own)
         return tree.map_by_path(new.get, initial)
+
+    def _names(
+        self, there: Collection[str], here: Collection[str], upcycle: Upcycle | None
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """Returns {path here: path there} of parameters that are copied, and of experts."""
+        rules, run = self.config.rules, self.config.run
+        if upcycle is None:
+            return sources(there, here, rules, run), {}
+        dense = upcycle.dense_names(here, _names_here(there, rules))
+        layers = tuple(path.partition("experts/")[0] for path in dense)
+        known = [path for path in here if not path.startswith(layers)]
+        names = sources(there, [*known, *dense.values()], rules, run)
+        return {path: names[path] for path in known if path in names}, {
+            path: names[name] for path, name in dense.items()
+        }
 
 
 def sources(
@@ -177,6 +218,12 @@ def sources(
             "Rename one by a rule 'regex -> replacement', or keep initial values by '-> regex'."
         )
     return names
+
+
+def _names_here(there: Collection[str], rules: Sequence[str]) -> set[str]:
+    """Returns the paths that the parameters of another run have here."""
+    of_there, _ = _parsed(rules)
+    return {_renamed(path, of_there)[1] for path in there}
 
 
 def _renamed(path: str, rules: Sequence[tuple[str, re.Pattern[str], str]]) -> tuple[str, str]:

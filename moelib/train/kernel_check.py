@@ -53,6 +53,7 @@ _FIELDS = re.compile(
     r"|kernel_backends|input\.(global_batch_size|seq_len))\b"
 )
 _REFERENCES = ("reference", "straight_through")  # Backends that nothing is compared with.
+_SHARED = ".shared"  # Of verdicts in a part of the memory, where some calls are not compared.
 _PLUGINS = ("libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
 
 logger = logging.getLogger(__name__)
@@ -92,8 +93,9 @@ def replaced_kernels(trainer: Any) -> dict[str, str]:
     path = _path(trainer.config, _devices(mesh.size))
 
     def verdicts() -> list[Verdict]:
-        if (known := _read(path)) is not None:
-            return known
+        for file in (path, path.with_suffix(_SHARED)):
+            if (known := _read(file)) is not None:
+                return known
         if device.platform == "tpu":
             return _in_this_process(trainer, path)
         return _in_processes(trainer.config, mesh.axis_sizes)
@@ -160,7 +162,8 @@ def _keep(path: pathlib.Path, verdicts: Sequence[Verdict]) -> None:
 
 def calls_of(cfg: Any, devices: Any) -> list[Call]:
     """Returns the calls of a config's step on devices, which compute nothing."""
-    cfg = cfg.clone(evalers={}, watchers={}, checkpointer=None, init_from=None)
+    cfg = cfg.clone(evalers={}, watchers={}, checkpointer=None, init_from=None, rewind_to=None)
+    cfg.set(phases={}, phase=None)
     cfg.kernel_backends = dict.fromkeys(backends.BACKENDS, "xla")  # Traced for any devices.
     with backends.recorded_calls() as calls:
         cfg.instantiate(parent=None, devices=devices).trace_train_step()
@@ -228,12 +231,13 @@ def _in_processes(cfg: Any, mesh: Sequence[int] | None = None) -> list[Verdict]:
         found = [Verdict(*line) for line in lines]
         verdicts |= {verdict.call: verdict for verdict in found}
         if done.returncode == 0:
-            _keep(_path(cfg, devices), list(verdicts.values()))
+            path = _path(cfg, devices)
+            _keep(path if mesh is None else path.with_suffix(_SHARED), list(verdicts.values()))
             return list(verdicts.values())
         if not found:
             log = done.stderr[-2000:].decode(errors="replace")
             logger.warning("Kernels could not be compared (status %d):\n%s", done.returncode, log)
-            return []
+            return list(verdicts.values())  # Not kept: the next start goes on.
         has_begun = len(found) % 2 == 1  # Calls that have ended have two verdicts.
         if has_begun and done.returncode != -signal.SIGALRM:
             fault = f"its process ended with status {done.returncode}"

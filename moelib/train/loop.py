@@ -20,6 +20,7 @@ from moelib.checkpoint.checkpointer import CheckpointSaveError
 from moelib.core.errors import UserError, first_line
 from moelib.core.metrics import Scalars
 from moelib.data.batches.prefetch import Prefetcher
+from moelib.runs.phases import END_OF_PHASE, first_step, last_step
 from moelib.runtime.distributed import describe_processes
 from moelib.runtime.progress import Progress
 from moelib.runtime.table import Table, print_table
@@ -48,6 +49,7 @@ class TrainLoop(Run):
         """Takes the trainer, the facts of its state, and the request to stop."""
         self._trainer, self.start, self._stop = trainer, start, stop
         self.config = cfg = trainer.config
+        self.last_step = last_step(cfg)
         self.folder = trainer.folder
         self.model, self.mesh = model, mesh = trainer.model, trainer.mesh()
         self.checkpointer, self._summary_writer = trainer.saver, trainer.summary_writer
@@ -154,6 +156,9 @@ class TrainLoop(Run):
             stack.callback(self._throughput.stop)  # Closing files is not the time of a step.
             for line in (*describe_processes(self.mesh), self._trainer.describe()):
                 self.print(line)
+            if self.config.phases:
+                name = self.config.phase or "the first phase"
+                self.print(f"{name}: steps {first_step(self.config)} to {self.last_step}")
             for watcher in self._watchers:
                 watching.callback(self._end_watcher, watcher)
                 with contextlib.suppress(_WorkStopped), named_in_errors(watcher):
@@ -165,12 +170,14 @@ class TrainLoop(Run):
                 self._evaluate(done=restored.record.metrics)  # The stopped run had no time.
             if self._stop_requested():
                 pass
-            elif self.step < self.config.max_step:
+            elif self.step < self.last_step:
                 self._evaluations.open(self)
                 feed = stack.enter_context(self._trainer.open_input(self.start))
                 self._can_skip = feed.can_seek
                 self._take_steps(feed)
                 self.wait()  # Before the input is closed: the last step may be bad too.
+                if self.stopped_by is None and self.step < self.config.max_step:
+                    self.stopped_by = END_OF_PHASE
             else:
                 self.print(f"max_step={self.config.max_step} is reached; no step is left")
             self._end()
@@ -202,7 +209,7 @@ class TrainLoop(Run):
         self.compile_seconds = time.perf_counter() - begin
         self.print(f"first step, compilation included: {self.compile_seconds:.1f} s")
         self._throughput.restart()  # Rates do not include the compilation.
-        while not self._after_step() and self._reached.step < self.config.max_step:
+        while not self._after_step() and self._reached.step < self.last_step:
             batch = self._next_batch(feed)
             if batch is None:
                 return

@@ -22,6 +22,7 @@ from moelib.parallel import sharding
 from moelib.parallel.auto_sharding.specs import ShardingReport
 from moelib.parallel.mesh import HybridMeshShape, create_device_mesh, describe_mesh, shared_sides
 from moelib.parallel.pipeline.schedule import check_microbatches
+from moelib.runs import phases
 from moelib.train import state as state_lib
 from moelib.train.compiler_options import compile_with, step_options
 from moelib.train.no_gradient import warn_without_gradient
@@ -54,7 +55,8 @@ class StepProgram(Module):
         self, cfg: Any, *, parent: Module | None, devices: Sequence[Any] | None = None
     ) -> None:
         """Builds model and learner; see `SpmdTrainer`."""
-        super().__init__(cfg, parent=parent)
+        self.all_phases = cfg  # The config with the settings of no phase.
+        super().__init__(phases.applied(cfg), parent=parent)
         self._devices = devices
         check_config(self.config)
         self._completed = cfg = completed(self.config)

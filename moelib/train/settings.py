@@ -62,8 +62,9 @@ def _check_course(cfg: Any) -> None:
     """Raises UserError if checkpoints are missing that a setting needs, or a range is no range."""
     for text in cfg.skip_batches or ():
         parse_range(text)
-    if cfg.checkpointer is None and cfg.rewind_to is not None:
-        raise UserError("rewind_to is set, but checkpointer is None; set it, or rewind_to=None.")
+    for name in ("rewind_to", "phases"):
+        if cfg.checkpointer is None and dict(cfg.items())[name] not in (None, {}):
+            raise UserError(f"{name} is set, but checkpointer is None; set it, or no {name}.")
 
 
 def _inputs(cfg: Any) -> dict[tuple[str, ...], Any]:

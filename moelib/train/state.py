@@ -93,6 +93,23 @@ def restart_learner(state: TrainerState, learner: Learner) -> TrainerState:
     return state._replace(learner=jax.jit(learner.init, out_shardings=shardings)(state.model))
 
 
+def with_learner(state: TrainerState, learner: Learner, shardings: Any) -> TrainerState:
+    """Returns the state with that of a learner which updates other parameters.
+
+    Arrays that both learners have are kept; the others have their initial values.
+    """
+    initial = jax.jit(learner.init, out_shardings=shardings)(state.model)
+    old = tree.by_path(tree.to_nested(state.learner))
+
+    def kept(path: str, new: jax.Array) -> jax.Array:
+        found = old.get(path)
+        is_same = found is not None and (found.shape, found.dtype) == (new.shape, new.dtype)
+        return jax.device_put(found, new.sharding) if is_same else new
+
+    nested = tree.map_by_path(kept, tree.to_nested(initial))
+    return state._replace(learner=tree.from_nested(nested, initial))
+
+
 def batch_sharding(
     global_batch_size: int, seq_len: int, mesh: jax.sharding.Mesh
 ) -> jax.sharding.NamedSharding:

@@ -12,9 +12,10 @@ import jax
 import numpy as np
 
 from moelib.checkpoint.checkpointer import Checkpointer
-from moelib.checkpoint.contents import RunRecord
+from moelib.checkpoint.contents import CheckpointMismatchError, RunRecord
 from moelib.checkpoint.restore import Restored
 from moelib.checkpoint.safetensors import file_sums
+from moelib.core import tree
 from moelib.core.config import (
     REQUIRED,
     DType,
@@ -24,6 +25,7 @@ from moelib.core.config import (
     maybe_instantiate,
 )
 from moelib.core.config_types import NonNegativeInt, PositiveFloat, PositiveInt
+from moelib.core.errors import UserError
 from moelib.core.module import Module
 from moelib.data.batches.input import BatchIterator, Input
 from moelib.data.batches.prefetch import Prefetcher, host_rows, put_batch
@@ -33,11 +35,12 @@ from moelib.learner.learner import Learner
 from moelib.parallel import sharding
 from moelib.parallel.mesh import MESH_AXIS_NAMES, HybridMeshShape, mesh_shape_from_axes
 from moelib.parallel.pipeline.schedule import Schedule
-from moelib.runs import course
+from moelib.runs import course, phases
 from moelib.runs.folder import RunFolder
 from moelib.runs.identity import AcceptedChange, check_directory, check_inputs, check_processes
 from moelib.runs.input_state import gather_input_state, input_state_of
 from moelib.runs.model_files import check_tokenizers, save_tokenizer
+from moelib.runs.phases import OtherPhase, Phase
 from moelib.runs.routing_file import discard_after
 from moelib.runs.summary_writer import SummaryWriter
 from moelib.runtime.distributed import check_job
@@ -124,13 +127,19 @@ class SpmdTrainer(StepProgram):
         # -- Output
         dir: Required[str] = REQUIRED  # Folder of the run.
         # Accepted differences from the run in `dir` that change all further steps: "schedule"
-        # (max_step or decay_steps), "train_dtype", "accumulation" (num_microbatches), "config"
-        # (settings that determine the numbers of a run). Also "tokenizer": the input has another
-        # one than the initial weights or an evaler. None accepts nothing.
+        # (max_step or decay_steps), "train_dtype", "accumulation" (num_microbatches), "data" (the
+        # input; sources that it had before go on where they were), "config" (other settings that
+        # determine the numbers of a run). Also "tokenizer": the input has another one than the
+        # initial weights or an evaler. None accepts nothing.
         accept_changes: Sequence[AcceptedChange] | None = None
         # Step whose checkpoint the run resumes from, once; later ones are moved aside. None resumes
         # from the newest.
         rewind_to: NonNegativeInt | None = None
+        # Settings that change after a step, by the name of the phase that begins there.
+        phases: dict[str, Phase.Config] = {}
+        # Name of the phase whose settings count, to plan or verify one; a run chooses it. None for
+        # those before the first.
+        phase: str | None = None
         # Ranges "first:stop" of batches, counted from 0, that are never trained on. A run keeps
         # them once its data have passed. None skips no batch.
         skip_batches: Sequence[str] | None = None
@@ -191,6 +200,7 @@ class SpmdTrainer(StepProgram):
         self._compiled: Callable[..., Any] | None = None
         self._check_locks: list[Callable[[], None]] = []  # Raise if a folder of the run was moved.
         self._file_sums: dict[str, str] = {}  # SHA-256 of the tokenizer's files, when written.
+        self._is_of_restored_phase = False  # Whether the phase is that of a state already seen.
         self.step = 0  # Steps taken, known without waiting for the devices.
         # By name: those of single fields, then those of `watchers`.
         self.watchers: Mapping[str, Watcher] = {
@@ -279,8 +289,13 @@ class SpmdTrainer(StepProgram):
         if self.saver is None:
             return None
         check_memory(self.trainer_state_specs, self.trainer_state_shardings)
-        target = sharding.abstract_state(self.trainer_state_specs, self.trainer_state_shardings)
-        restored = self.saver.restore(target, step=step)
+        try:
+            restored = self.saver.restore(_target(self), step=step)
+        except CheckpointMismatchError:
+            newest = on_process_0(self.saver.latest_step) if step is None else step
+            if not phases.begins_after(self.config, newest or 0):
+                raise
+            restored = self._restore_phase_before(step)
         self.restored = None
         if restored is None:
             return None
@@ -290,6 +305,17 @@ class SpmdTrainer(StepProgram):
         self.input_state = input_state_of(record.input, self._host_rows)
         self._origin, self._file_sums = record.origin, record.files
         return self.step
+
+    def _restore_phase_before(self, step: int | None) -> Restored | None:
+        """Restores the last checkpoint of the phase before, which updates other parameters."""
+        assert self.saver is not None
+        before = self._program_of(phases.name_at(self.config, phases.first_step(self.config) - 1))
+        restored = self.saver.restore(_target(before), step=step)
+        if restored is None:
+            return None
+        shardings = self.trainer_state_shardings.learner
+        state = state_lib.with_learner(restored.state, self.learner, shardings)
+        return restored._replace(state=state)
 
     def save_tokenizer(self) -> None:
         """Writes the input's tokenizer into the folder of the run, and hashes its files."""
@@ -337,7 +363,11 @@ class SpmdTrainer(StepProgram):
             batches = opened.iterator(self._host_rows)
             if ranges:
                 batches = SkippingBatches(batches, ranges)
-            if position is not None:
+            if position is None:
+                return batches
+            if phases.begins_after(cfg, start.step) or "data" in (cfg.accept_changes or ()):
+                batches.follow(position)
+            else:
                 batches.restore(position)
             return batches
 
@@ -369,6 +399,8 @@ class SpmdTrainer(StepProgram):
     def run(self, prng_key: jax.Array | int | None = None) -> dict[str, Any]:
         """Trains up to `max_step`, from the newest checkpoint if there is one.
 
+        Of a config with `phases` it takes the steps of one; `moelib.fit` takes all.
+
         SIGTERM or SIGINT saves a checkpoint and returns.
 
         Args:
@@ -378,13 +410,14 @@ class SpmdTrainer(StepProgram):
             `loss` of the last step (nats per token; None if no step was taken), `aux` with its
             metrics by name, `evaler_summaries` with the latest metrics of each evaler by name,
             `step` with the number of steps taken, and `stopped_by` (None, "SIGTERM", "SIGINT",
-            "end of input", or the reason of a watcher).
+            "end of input", "end of phase", or the reason of a watcher).
 
         Raises:
             UserError: If the processes have different configs or numbers of devices, or are not
                 connected.
             TrainerDirConflictError: If the folder belongs to a run with another config.
             DirectoryInUseError: If another process trains in the folder, or in the checkpointer's.
+            OtherPhase: If the newest checkpoint is of another phase.
             NonFiniteError: At the first step whose loss or parameters are not finite.
             CheckpointSaveError: If the last checkpoint could not be written.
         """
@@ -395,6 +428,8 @@ class SpmdTrainer(StepProgram):
             check_processes(cfg)
             stack.enter_context(self.on_mesh())
             _ = self.batch_sharding  # Refuses a mesh that does not divide the batch.
+            if cfg.phase is None:
+                self._check_phases()
             if cfg.checkpointer is not None and self.model.is_in_config:
                 agreed(lambda: check_readable(cfg, self.trainer_state_specs.model))
             if not cfg.skip_kernel_check:
@@ -410,8 +445,10 @@ class SpmdTrainer(StepProgram):
             if saver is not None:
                 saver.remove_unfinished()
                 checked = course.rewind_or_resume(
-                    cfg, self.folder, saver, self._host_rows, self.mesh().shape
+                    self.all_phases, self.folder, saver, self._host_rows, self.mesh().shape
                 )
+            if not self._is_of_restored_phase:  # The checkpoint before a damaged one tells better.
+                self._check_phase(checked or 0)
             start = self._start(began, prng_key, checked)
             on_process_0(lambda: self.folder.write_config(cfg))
             return self._take_steps(start, prng_key)
@@ -422,7 +459,8 @@ class SpmdTrainer(StepProgram):
         `checked` is the step whose config is known to be this run's.
         """
         begin, cfg, saver = time.perf_counter(), self.config, self.saver
-        self.folder.note("start", time=round(began, 3), num_processes=jax.process_count())
+        phase = {"phase": cfg.phase} if cfg.phases else {}
+        self.folder.note("start", time=round(began, 3), num_processes=jax.process_count(), **phase)
         watchdog = Watchdog.default_config().set(timeout_seconds=cfg.watchdog_timeout_seconds)
         activity = Activity(self.step, time.monotonic(), ", while the run restores")
         with watchdog.instantiate().watch(activity), ended_by_sigterm("restoring"):
@@ -440,7 +478,9 @@ class SpmdTrainer(StepProgram):
             restored = self.restored
             if restored is not None and step != checked:  # Local, or before a damaged one.
                 mesh = self.mesh().shape
-                agreed(lambda: check_directory(cfg, self.folder, restored.record, mesh=mesh))
+                whole = self.all_phases
+                agreed(lambda: check_directory(whole, self.folder, restored.record, mesh=mesh))
+            self._check_phase(self.step)
         if saver is not None and saver.local is not None:
             saver.local.delete_after(self.step)
         on_process_0(lambda: discard_after(cfg.dir, self.step))
@@ -453,6 +493,44 @@ class SpmdTrainer(StepProgram):
             began=began,
             restore_seconds=time.perf_counter() - begin,
         )
+
+    def _check_phase(self, step: int) -> None:
+        """Raises OtherPhase if the step after this one is of another phase than the trainer."""
+        name = phases.name_at(self.config, min(step + 1, self.config.max_step))
+        if name != self.config.phase:
+            raise OtherPhase(name)
+
+    def _program_of(self, name: str | None) -> StepProgram:
+        """Returns the program of another phase."""
+        return StepProgram(self.all_phases.clone(phase=name), parent=None, devices=self._devices)
+
+    def _check_phases(self) -> None:
+        """Raises UserError if a phase is none that this run can have."""
+        phases.check_ends(self.config)
+        for name, _ in phases.in_order(self.config):
+            try:
+                program = self._program_of(name)
+                _ = program.batch_sharding
+            except UserError as error:
+                raise UserError(f"phases.{name}: {error}") from error
+            own, other = (x.trainer_state_specs.model for x in (self, program))
+            if (difference := tree.mismatch(other, own, dtypes=True)) is not None:
+                raise UserError(
+                    f"phases.{name}: {difference} before it; a phase cannot change the parameters "
+                    "of the model: remove the change."
+                )
+
+    def of_phase(self, name: str | None) -> "SpmdTrainer":
+        """Returns the trainer of another phase of the run. This one's state is freed."""
+        self._state = None
+        cfg = self.all_phases.clone(phase=name)
+        trainer = type(self)(cfg, parent=None, devices=self._devices)
+        trainer._is_of_restored_phase = True
+        return trainer
+
+    def next_phase(self) -> "SpmdTrainer":
+        """Returns the trainer of the phase that begins after the current step."""
+        return self.of_phase(phases.name_at(self.config, self.step + 1))
 
     def _begin(self, prng_key: jax.Array | int | None) -> None:
         """Initializes the state of a new run, from elsewhere if `init_from` is set."""
@@ -503,3 +581,8 @@ class SpmdTrainer(StepProgram):
         if again.durable and saver is not None and saver.local is not None:
             saver.local.delete_after(on_process_0(saver.latest_step) or 0)
         return self._start(time.time(), prng_key, self.step)
+
+
+def _target(program: StepProgram) -> TrainerState:
+    """Returns the state of a program without values, with its shardings."""
+    return sharding.abstract_state(program.trainer_state_specs, program.trainer_state_shardings)

@@ -57,6 +57,7 @@ class Run(Protocol):
     checkpointer: Checkpointer | None
     evaluations: dict[str, Scalars]  # Latest metrics of each evaler, by its name.
     activity: Activity
+    last_step: int  # At which this start ends: of its phase, or of the run.
     stopped_by: str | None  # Signal, "end of input" or reason of `stop`; None before.
     error: BaseException | None  # Error that ended the run; None before, and without one.
 
@@ -83,7 +84,7 @@ class Run(Protocol):
 
     def is_logged(self, step: int) -> bool:
         """Returns whether the metrics of a step are logged if nothing is wrong with it."""
-        return step % self.config.log_every_n_steps == 0 or step == self.config.max_step
+        return step % self.config.log_every_n_steps == 0 or step == self.last_step
 
     def spent_on(self, part: str) -> AbstractContextManager[None]:
         """Counts the time of a block for one of `throughput.PARTS`."""

@@ -6,7 +6,7 @@ import pathlib
 import jax
 import pytest
 
-from experiments import flame_moe, gpt_oss, open_models, variants
+from experiments import flame_moe, gpt_oss, long_run, open_models, variants
 from moelib.core import config_text
 from moelib.core.config_text import sub_configs
 from moelib.parallel.mesh import mesh_shape_from_axes
@@ -14,7 +14,7 @@ from moelib.parallel.mesh import mesh_shape_from_axes
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 CONFIGS = {
     name: make
-    for module in (flame_moe, gpt_oss, open_models, variants)
+    for module in (flame_moe, gpt_oss, long_run, open_models, variants)
     for name, make in module.named_trainer_configs().items()
 }
 FAST = ("flame-moe-tiny", "dense-77m")

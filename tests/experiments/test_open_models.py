@@ -24,6 +24,12 @@ TOTAL = {
     "deepseek-v3": 671_026_404_352,
     # The module has 11.5 B without `eh_proj`: README_WEIGHTS of DeepSeek-V3.
     "deepseek-v3-mtp": 671_026_404_352 + 11_507_307_520 + 2 * 7168**2,
+    # Sums of the hub less the biases of MoE layers; for GLM-4.5 also less the module that predicts
+    # a second token and its copies of embedding and head, for Air those of a fine-tune without it.
+    "kimi-k2": 1_026_408_232_448 - 60 * 384,
+    "glm-4.5": 358_337_791_296 - 90 * 160 - 3_988_069_632 - 2 * 151_552 * 5120,
+    "glm-4.5-air": 106_852_251_264 - 45 * 128,
+    "minimax-m2": 228_689_764_864 - 62 * 256,
 }
 # In billions, both embeddings counted.
 ACTIVE = {
@@ -33,6 +39,8 @@ ACTIVE = {
     "deepseek-v2": 21.376,
     "deepseek-v3": 37.552,
     "olmoe-1b-7b": 1.282,
+    "glm-4.5": 33.632,  # 32.08 without both, as published.
+    "glm-4.5-air": 13.424,  # 12.18 without both.
 }
 
 

@@ -12,6 +12,7 @@ model.safetensors and config.json are as `save_pretrained` writes them; expected
     grad.KEY                               of the loss, for each tensor of model.safetensors
 """
 
+import copy
 import pathlib
 import shutil
 import sys
@@ -21,6 +22,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+UNTRAINED = ("e_score_correction_bias", "expert_bias")  # Ends of their names.
 HERE = pathlib.Path(__file__).parent / "fixtures"
 SHAPE = {
     "vocab_size": 40,
@@ -46,6 +48,35 @@ DEEPSEEK = {
     "qk_nope_head_dim": 4,
     "qk_rope_head_dim": 4,
     "v_head_dim": 4,
+}
+GRANITE = {
+    **SHAPE,
+    "tie_word_embeddings": True,
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 6.0,
+}
+GLM = {
+    **SHAPE,
+    "head_dim": 8,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+}
+VISION = {
+    "depth": 1,
+    "hidden_size": 8,
+    "num_heads": 2,
+    "intermediate_size": 4,
+    "patch_size": 2,
+    "spatial_merge_size": 1,
 }
 YARN = {
     "rope_type": "yarn",
@@ -143,6 +174,265 @@ FAMILIES = {
             "rope_parameters": YARN,
         },
     ),
+    "qwen2": (
+        transformers.Qwen2Config,
+        {
+            **SHAPE,
+            "num_hidden_layers": 3,
+            "intermediate_size": 24,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 2,
+        },
+    ),
+    "mistral": (
+        transformers.MistralConfig,
+        {**SHAPE, "intermediate_size": 24, "head_dim": 8, "sliding_window": 5},
+    ),
+    "smollm3": (
+        transformers.SmolLM3Config,
+        {
+            **SHAPE,
+            "num_hidden_layers": 4,
+            "intermediate_size": 24,
+            "no_rope_layer_interval": 2,
+            "pad_token_id": None,
+        },
+    ),
+    "olmo2": (
+        transformers.Olmo2Config,
+        {**SHAPE, "intermediate_size": 24, "pad_token_id": None, "eos_token_id": None},
+    ),
+    "olmo3": (
+        transformers.Olmo3Config,
+        {
+            **SHAPE,
+            "num_hidden_layers": 4,
+            "intermediate_size": 24,
+            "sliding_window": 5,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 500.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "truncate": True,
+                    "attention_factor": 1.2,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+            "pad_token_id": None,
+            "eos_token_id": None,
+        },
+    ),
+    "flex_olmo": (
+        transformers.FlexOlmoConfig,
+        {
+            **SHAPE,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 8,
+            "pad_token_id": None,
+            "eos_token_id": None,
+        },
+    ),
+    "granite": (transformers.GraniteConfig, {**GRANITE, "intermediate_size": 24}),
+    "granitemoe": (
+        transformers.GraniteMoeConfig,
+        {**GRANITE, "intermediate_size": 8, "num_local_experts": 8, "num_experts_per_tok": 3},
+    ),
+    "granitemoeshared": (
+        transformers.GraniteMoeSharedConfig,
+        {
+            **GRANITE,
+            "intermediate_size": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 12,
+        },
+    ),
+    "hunyuan_v1_dense": (
+        transformers.HunYuanDenseV1Config,
+        {
+            **SHAPE,
+            "intermediate_size": 24,
+            "head_dim": 6,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 100.0,
+                "factor": 1.0,
+                "alpha": 50.0,
+            },
+            "pad_token_id": None,
+        },
+    ),
+    "hunyuan_v1_moe": (
+        transformers.HunYuanMoEV1Config,
+        {
+            **SHAPE,
+            "intermediate_size": 8,
+            "head_dim": 8,
+            "num_experts": 8,
+            "moe_topk": [2, 3],
+            "pad_token_id": None,
+        },
+    ),
+    "dbrx": (
+        transformers.DbrxConfig,
+        {
+            "d_model": 16,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": 64,
+            "vocab_size": 40,
+            # transformers reads the base from rope_parameters alone, and requires the other.
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 500.0},
+            "ffn_config": {"ffn_hidden_size": 8, "moe_num_experts": 8, "moe_top_k": 2},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "glm4_moe_lite": (
+        transformers.Glm4MoeLiteConfig,
+        {
+            **{name: x for name, x in DEEPSEEK.items() if name != "first_k_dense_replace"},
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "q_lora_rank": 8,
+            "mlp_layer_types": ["dense", "sparse", "dense"],
+        },
+    ),
+    "glm4_moe": (
+        transformers.Glm4MoeConfig,
+        {
+            **GLM,
+            "num_nextn_predict_layers": 0,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "solar_open": (transformers.SolarOpenConfig, {**GLM, "num_hidden_layers": 1}),
+    "dots1": (
+        transformers.Dots1Config,
+        {
+            **GLM,
+            "attention_bias": True,
+            "first_k_dense_replace": 1,
+            "sliding_window": 4,
+            "max_window_layers": 1,
+        },
+    ),
+    "ernie4_5_moe": (
+        transformers.Ernie4_5_MoeConfig,
+        {
+            **SHAPE,
+            "head_dim": 8,
+            "intermediate_size": 24,
+            "moe_intermediate_size": 8,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "pad_token_id": None,  # Its embedding would get no gradient.
+        },
+    ),
+    "exaone_moe": (
+        transformers.ExaoneMoeConfig,
+        {
+            **SHAPE,
+            "head_dim": 8,
+            "intermediate_size": 24,
+            "moe_intermediate_size": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+            "sliding_window": 4,
+            "sliding_window_pattern": 2,
+            "pad_token_id": None,  # Its embedding would get no gradient.
+        },
+    ),
+    "hy_v3": (
+        transformers.HYV3Config,
+        {
+            **SHAPE,
+            "num_hidden_layers": 2,
+            "head_dim": 8,
+            "intermediate_size": 24,
+            "moe_intermediate_size": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "mlp_layer_types": ["sparse", "dense"],
+        },
+    ),
+    "qwen3_vl_moe": (
+        transformers.Qwen3VLMoeConfig,
+        {
+            "text_config": {
+                **SHAPE,
+                "head_dim": 8,
+                "intermediate_size": 24,
+                "moe_intermediate_size": 8,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+            },
+            "vision_config": {
+                **VISION,
+                "deepstack_visual_indexes": [],
+                "num_position_embeddings": 4,
+                "out_hidden_size": 4,
+            },
+        },
+    ),
+    "ernie4_5_vl_moe": (
+        transformers.Ernie4_5_VLMoeConfig,
+        {
+            "text_config": {
+                **SHAPE,
+                "head_dim": 8,
+                "intermediate_size": 24,
+                "moe_intermediate_size": [8, 4],
+                "moe_num_experts": 4,
+                "moe_k": 2,
+                "moe_num_shared_experts": 1,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "mrope_section": [1, 1, 2],
+                },
+            },
+            "vision_config": VISION,
+        },
+    ),
+    "minimax_m2": (
+        transformers.MiniMaxM2Config,
+        {
+            **SHAPE,
+            "head_dim": 8,
+            "intermediate_size": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rotary_dim": 4,
+        },
+    ),
+    "mistral4": (
+        transformers.Mistral4Config,
+        {
+            **DEEPSEEK,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_hidden_layers": 2,
+            "q_lora_rank": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "pad_token_id": None,  # Its embedding would get no gradient.
+            "rope_parameters": {
+                **YARN,
+                "original_max_position_embeddings": 3,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
     "gpt_oss": (
         transformers.GptOssConfig,
         {
@@ -157,17 +447,32 @@ FAMILIES = {
 }
 
 
-def build(family):
+def model_class(config):
+    """Returns the class of language models of a config; the automatic class lacks some."""
+    known = transformers.AutoModelForCausalLM._model_mapping
+    if type(config) in known:
+        return known[type(config)]
+    name = type(config).__name__.removesuffix("Config")
+    kinds = ("ForCausalLM", "ForConditionalGeneration")
+    return next(
+        getattr(transformers, name + kind) for kind in kinds if hasattr(transformers, name + kind)
+    )
+
+
+def build(family, seed=0, **changes):
     """Returns the model in float32, with random weights large enough to matter."""
     config_class, settings = FAMILIES[family]
-    torch.manual_seed(0)
+    settings = copy.deepcopy(settings)  # transformers adds to what it is given.
+    text = settings.get("text_config", settings)
+    text |= copy.deepcopy(changes)
+    torch.manual_seed(seed)
     config = config_class(**settings, attn_implementation="eager")
-    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    model = model_class(config)._from_config(config).float()
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "inv_freq" in name:
                 continue
-            if "norm" in name:
+            if "norm" in name and tensor.ndim == 1:  # DBRX has attention in a "norm_attn_norm".
                 tensor.uniform_(0.5, 1.5)
             elif "bias" in name or "sinks" in name:
                 tensor.uniform_(-0.5, 0.5)
@@ -191,10 +496,11 @@ class Choices:
 
     def __init__(self, model):
         self.of_layer = {}
-        for number, layer in enumerate(model.model.layers):
-            experts = getattr(layer.mlp, "experts", None)
-            if experts is not None:
-                experts.register_forward_pre_hook(self._hook(number), with_kwargs=True)
+        base = getattr(model.base_model, "language_model", model.base_model)
+        for number, layer in enumerate(base.blocks if hasattr(base, "blocks") else base.layers):
+            for name, module in layer.named_modules():
+                if name.rpartition(".")[2] == "experts" and "vision" not in name:
+                    module.register_forward_pre_hook(self._hook(number), with_kwargs=True)
 
     def _hook(self, number):
         def hook(module, args, kwargs):
@@ -227,6 +533,8 @@ def expected(model):
     labels[1, 7] = -100  # The first token of a document is not predicted.
     choices = Choices(model)
     inputs = {"input_ids": ids, "position_ids": positions, "labels": labels, "use_cache": False}
+    if hasattr(model.config, "vision_config"):  # Of text, for the mask, and of three axes.
+        inputs["position_ids"] = positions.expand(4, -1, -1)
     if model.config.model_type == "gpt_oss":  # It does not tell documents by their positions.
         inputs["attention_mask"] = masks(segments, model.config.sliding_window)
     out = model(**inputs)
@@ -240,9 +548,10 @@ def expected(model):
     }
     for number, of_layer in choices.of_layer.items():
         made[f"choices.{number}"] = of_layer.reshape(*ids.shape, -1).sort(-1).values
-    if "deepseek" not in model.config.model_type and choices.of_layer:
-        routed = model.model(**inputs, output_router_logits=True)
-        module = sys.modules[type(model).__module__]
+    module = sys.modules[type(model).__module__]
+    has_aux_loss = hasattr(module, "load_balancing_loss_func") and hasattr(model, "num_experts")
+    if has_aux_loss and choices.of_layer:
+        routed = model.base_model(**inputs, output_router_logits=True)
         made["aux_loss"] = module.load_balancing_loss_func(
             routed.router_logits, model.num_experts, model.num_experts_per_tok
         )
@@ -264,20 +573,25 @@ def gradients(model, folder):
     return load_file(pathlib.Path(folder) / "model.safetensors")
 
 
-def make(family):
-    """Writes the fixture of a family."""
-    folder = HERE / family
-    shutil.rmtree(folder, ignore_errors=True)
-    model = build(family)
+def write(model, folder):
+    """Writes a model and what it computes to a folder; returns its loss."""
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     made = expected(model)
     with tempfile.TemporaryDirectory() as temporary:
         grads = gradients(model, temporary)
-    made |= {f"grad.{key}": value for key, value in grads.items() if "e_score" not in key}
+    made |= {f"grad.{key}": x for key, x in grads.items() if not key.endswith(UNTRAINED)}
     save_file(made, folder / "expected.safetensors")
+    return float(made["loss"])
+
+
+def make(family):
+    """Writes the fixture of a family."""
+    folder = HERE / family
+    shutil.rmtree(folder, ignore_errors=True)
+    loss = write(build(family), folder)
     size = sum(file.stat().st_size for file in folder.iterdir())
-    print(f"{family}: {size:,} bytes, loss {float(made['loss']):.4f}")
+    print(f"{family}: {size:,} bytes, loss {loss:.4f}")
 
 
 if __name__ == "__main__":

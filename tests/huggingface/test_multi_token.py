@@ -4,6 +4,7 @@ The fixture is made by make_multi_token.py.
 """
 
 import functools
+import json
 import pathlib
 
 import jax
@@ -20,6 +21,7 @@ from moelib.huggingface.tensors import TensorMismatchError, checkpoint_tensors
 from moelib.runs.loading import load_model
 from moelib.train import convert
 from tests.huggingface.test_parity import batch, logits_of
+from tests.huggingface.test_pretrained import random_parameters
 
 FOLDER = pathlib.Path(__file__).parent / "multi_token"
 
@@ -63,7 +65,7 @@ def test_losses_and_every_gradient_are_those_of_the_papers_equations():
 def test_logits_do_not_depend_on_the_modules(caplog):
     want = batch(load_file(FOLDER / "expected.safetensors"))
     without = load_pretrained(str(FOLDER))
-    assert "convert --multi_token_prediction) reads them" in caplog.text
+    assert "convert --multi_token_prediction reads modules" in caplog.text
     assert without.cfg.multi_token_prediction is None
     models = [(each.cfg.instantiate(parent=None), each.params) for each in (loaded(), without)]
     np.testing.assert_array_equal(*(logits_of(*each, want) for each in models))
@@ -78,6 +80,20 @@ def test_every_tensor_and_its_copies_are_written_again(tmp_path):
     for name, values in want.items():
         np.testing.assert_array_equal(got[name], values)
     assert read_config(str(tmp_path), multi_token_prediction=True)[0] == cfg
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "glm4_moe_lite"])
+def test_other_families_with_the_modules_come_back(family, tmp_path):
+    values = json.loads((FOLDER.parent / "fixtures" / family / "config.json").read_text())
+    values["num_nextn_predict_layers"] = 1
+    cfg = read_model(values, "config.json", multi_token_prediction=True)[1]
+    params = random_parameters(cfg)
+    save_pretrained(str(tmp_path), cfg, params)
+    further = f"model.layers.{cfg.decoder.num_layers}"
+    assert f"{further}.shared_head.head.weight" in load_file(tmp_path / "model.safetensors")
+    again = load_pretrained(str(tmp_path), multi_token_prediction=True)
+    assert (again.settings["model_type"], again.cfg) == (family, cfg)
+    jax.tree.map(np.testing.assert_array_equal, again.params, params)
 
 
 @pytest.mark.slow

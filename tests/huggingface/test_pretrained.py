@@ -230,6 +230,57 @@ def test_a_run_may_train_with_other_settings_than_the_folder(tmp_path):
     assert not made["feed_forward"]["load_counter"]["counts"].any()
 
 
+def test_kimi_k2_is_a_deepseek_v3_under_another_name(tmp_path):
+    folder = copy_of("deepseek_v3", tmp_path / "model")
+    yarn = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    yarn |= {"factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0}  # As published.
+    change(folder, model_type="kimi_k2", rope_parameters=yarn)
+    loaded = load_pretrained(str(folder))
+    out = str(tmp_path / "out")
+    assert save_pretrained(out, loaded.cfg, loaded.params, files_of=str(folder)) == (
+        "DeepseekV3ForCausalLM"
+    )
+    again = load_pretrained(out)
+    assert again.settings["model_type"] == "deepseek_v3"
+    assert again.cfg == loaded.cfg
+    assert_trees_equal(again.params, loaded.params)
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture"),
+    [
+        ("qwen3_vl_moe", "Qwen3MoeForCausalLM"),
+        ("ernie4_5_vl_moe", "Ernie4_5_MoeForCausalLM"),
+    ],
+)
+def test_a_text_part_is_written_as_a_model_of_text(family, architecture, tmp_path, caplog):
+    folder = copy_of(family, tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text())
+    change(folder, text_config={**settings["text_config"], "eos_token_id": 7})
+    loaded = load_pretrained(str(folder))
+    assert "logits of text do not depend on them" in caplog.text
+    out = str(tmp_path / "out")
+    assert save_pretrained(out, loaded.cfg, loaded.params, files_of=str(folder)) == architecture
+    assert f"model_type='{family}' is written as" in caplog.text
+    again = load_pretrained(out)
+    assert (again.cfg, again.settings["eos_token_id"]) == (loaded.cfg, 7)
+    assert_trees_equal(again.params, loaded.params)
+
+
+def test_fused_experts_of_both_generations_are_read(tmp_path):
+    folder = copy_of("qwen3_vl_moe", tmp_path / "model")
+    want = load_pretrained(str(folder)).params
+    tensors = load_file(folder / "model.safetensors")
+    for name in [n for n in tensors if ".experts." in n]:
+        tensors[name] = np.ascontiguousarray(tensors[name].swapaxes(1, 2))
+    assert tensors["model.language_model.layers.0.mlp.experts.down_proj"].shape == (4, 8, 16)
+    tensors = {n: x for n, x in tensors.items() if "gate_up" not in n}  # Square: as transformers 5.
+    fused = load_file(FIXTURES / "qwen3_vl_moe/model.safetensors")
+    tensors |= {n: x for n, x in fused.items() if "gate_up" in n}
+    save_file(tensors, folder / "model.safetensors")
+    assert_trees_equal(load_pretrained(str(folder)).params, want)
+
+
 def test_a_tied_model_may_hold_its_head_twice(tmp_path):
     folder = copy_of("qwen3", tmp_path / "model")
     (folder / "SHA256SUMS").unlink(missing_ok=True)
@@ -322,7 +373,7 @@ def test_what_one_process_cannot_read_is_an_error_of_all(name, monkeypatch):
     ("family", "settings", "message"),
     [
         ("llama3", {"model_type": "lama"}, r"model_type='lama'; .*llama"),
-        ("llama3", {"model_type": "glm4_moe"}, r"='glm4_moe'; moelib supports"),
+        ("llama3", {"model_type": "jamba"}, r"='jamba'; moelib supports"),
         ("llama3", {"model_type": ...}, r"model_type=None; .*deepseek_v3"),
         ("llama3", {"intermediate_size": ...}, r"config\.json: intermediate_size"),
         ("llama3", {"hidden_act": "gelu"}, r"hidden_act='gelu'; .*'silu'"),
@@ -339,6 +390,16 @@ def test_what_one_process_cannot_read_is_an_error_of_all(name, monkeypatch):
         ("gpt_oss", {"experts_per_token": 3}, r"experts_per_token=3; .*2"),
         ("deepseek_v2", {"topk_method": "best"}, r"topk_method='best'; .*greedy"),
         ("gpt_oss", {"layer_types": ["half_attention"] * 2}, r"layer_types='half_attention'"),
+        ("dots1", {"use_sliding_window": True}, r"use_sliding_window=True; .*False"),
+        ("dots1", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
+        ("glm4_moe", {"scoring_func": "softmax"}, r"scoring_func='softmax'; .*'sigmoid'"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["half"] * 3}, r"mlp_layer_types='half'; .*'dense'"),
+        ("glm4_moe_lite", {"mlp_layer_types": ..., "first_k_dense_replace": 2}, "replace=2; .*1"),
+        ("minimax_m2", {"rotary_dim": 6}, "rotary_dim=6; .*4"),
+        ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm=False; .*True"),
+        ("mistral4", {"rope_parameters": {"rope_type": "yarn"}}, "llama_4_scaling_beta .*missing"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias=True; .*False"),
+        ("ernie4_5_vl_moe", {"new_thing": 3}, "new_thing=3.*--ignore_settings=new_thing"),
     ],
     ids=str,
 )
@@ -436,12 +497,12 @@ def test_heads_that_do_not_divide_the_width_are_named():
         settings_of(cfg)
 
 
-def test_a_llama_whose_heads_do_not_divide_the_width_is_a_qwen2_moe_of_dense_layers(tmp_path):
+def test_a_llama_whose_heads_do_not_divide_the_width_is_a_mistral(tmp_path):
     cfg, _ = read_config(str(FIXTURES / "llama3"))
     for layer in cfg.decoder.block:
         layer.self_attention.set(num_heads=6, num_kv_heads=2, head_dim=4)
     settings, back = round_trip(cfg, tmp_path / "out")
-    assert settings["architectures"] == ["Qwen2MoeForCausalLM"]
+    assert settings["architectures"] == ["MistralForCausalLM"]
     assert back == cfg
 
 
@@ -565,7 +626,8 @@ def test_layers_of_deepseek_that_predict_a_second_token_are_skipped_with_a_warni
     tensors["model.layers.3.eh_proj.weight"] = np.zeros((2, 2), np.float32)
     save_file(tensors, folder / "model.safetensors")
     made = load_pretrained(str(folder))
-    assert "1 tensors, are not read" in caplog.text
+    assert "1 tensors in" in caplog.text
+    assert "model.layers.3.eh_proj.weight, are not read" in caplog.text
     caplog.clear()
     change(folder, num_nextn_predict_layers=1)
     tensors.pop("model.layers.3.eh_proj.weight")

@@ -7,7 +7,9 @@ import pathlib
 import pytest
 
 from moelib.core.errors import UserError
-from moelib.huggingface.families import read_model
+from moelib.huggingface.blocks import layers_of
+from moelib.huggingface.families import published_settings, read_model
+from moelib.layers.rope import RotaryEmbedding, YarnRotaryEmbedding
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 FAMILIES = sorted(path.name for path in FIXTURES.iterdir())
@@ -15,7 +17,10 @@ FAMILIES = sorted(path.name for path in FIXTURES.iterdir())
 
 def read(family, **settings):
     values = json.loads((FIXTURES / family / "config.json").read_text())
-    return read_model({**values, **settings}, "config.json")
+    text = values.get("text_config", values)  # Of a text part.
+    for name, value in settings.items():
+        (values if name in values else text)[name] = value
+    return read_model(values, "config.json")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -39,6 +44,8 @@ def read(family, **settings):
     ],
 )
 def test_a_setting_of_every_family_is_checked(family, name, value, allowed):
+    if family == "dbrx" and name == "rms_norm_eps":
+        pytest.skip("DBRX has no such setting.")
     with pytest.raises(UserError, match=rf"config\.json: {name}=.*{allowed}"):
         read(family, **{name: value})
 
@@ -61,6 +68,23 @@ def test_a_setting_of_every_family_is_checked(family, name, value, allowed):
         ("gpt_oss", "sliding_window", -8),
         ("gpt_oss", "layer_types", [3]),
         ("olmoe", "clip_qkv", -1.0),
+        ("granite", "attention_dropout", -0.1),
+        ("granite", "embedding_multiplier", 0),
+        ("granitemoe", "logits_scaling", math.inf),
+        ("granitemoeshared", "shared_intermediate_size", -1),
+        ("hunyuan_v1_moe", "moe_topk", [2, 0]),
+        ("qwen2", "max_window_layers", -1),
+        ("qwen2", "use_sliding_window", 1),
+        ("smollm3", "no_rope_layers", [1.0, 0.0]),
+        ("dbrx", "attn_config", [8]),
+        ("glm4_moe", "use_qk_norm", 1),
+        ("glm4_moe_lite", "mlp_layer_types", "dense"),
+        ("minimax_m2", "rotary_dim", 0),
+        ("ernie4_5_moe", "moe_k", "2"),
+        ("ernie4_5_moe", "moe_num_shared_experts", -1),
+        ("hy_v3", "router_scaling_factor", 0.0),
+        ("exaone_moe", "sliding_window_pattern", 0),
+        ("qwen3_vl_moe", "text_config", [1]),
     ],
 )
 def test_a_setting_of_a_family_is_checked(family, name, value):
@@ -76,6 +100,60 @@ def test_parameters_of_rotary_embeddings_are_checked(name, value):
     parameters = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4, name: value}
     with pytest.raises(UserError, match=rf"config\.json: {name}=.*above 0"):
         read("llama3", rope_parameters=parameters, rope_scaling=None)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("qwen2", {"use_sliding_window": False}, "use_sliding_window=False"),
+        ("qwen2", {"sliding_window": None}, "layer_types='sliding_attention'"),
+        ("mistral", {"attention_bias": True}, "attention_bias=True"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\]"),
+        ("smollm3", {"mlp_bias": True}, "mlp_bias=True"),
+        ("olmo3", {"rope_parameters": {"full_attention": {}, "x": {}}}, "rope_parameters='x'"),
+        ("granite", {"mlp_bias": True}, "mlp_bias=True"),
+        ("hunyuan_v1_dense", {"rope_parameters": {"rope_type": "dynamic"}}, "rope_type='dynamic'"),
+        ("hunyuan_v1_dense", {"head_dim": 2}, "head_dim=2"),
+        ("hunyuan_v1_dense", {"use_cla": True}, "use_cla=True"),
+        ("hunyuan_v1_moe", {"moe_intermediate_size": [8, 9]}, "moe_intermediate_size="),
+        ("hunyuan_v1_moe", {"moe_topk": [2, 2, 2]}, "num_hidden_layers=2"),
+        ("dbrx", {"ffn_config": {"ffn_act_fn": {"name": "gelu"}}}, "ffn_act_fn="),
+        ("dbrx", {"ffn_config": {"moe_normalize_expert_weights": 2.0}}, "moe_normalize_.*=2.0"),
+        ("dbrx", {"attn_config": {"alibi": True}}, "alibi=True"),
+        ("dbrx", {"attn_config": {"rope_theta": 7.0}}, "rope_theta of the rotary embedding"),
+        ("dbrx", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
+    ],
+)
+def test_what_no_layer_computes_is_refused(family, settings, message):
+    with pytest.raises(UserError, match=rf"config\.json: .*{message}"):
+        read(family, **settings)
+
+
+def test_a_published_dbrx_is_written_with_the_base_where_transformers_reads_it():
+    values = json.loads((FIXTURES / "dbrx/config.json").read_text())
+    del values["rope_parameters"]
+    written = published_settings(values, read("dbrx", rope_parameters=None)[1])[1]
+    assert written["rope_parameters"]["rope_theta"] == 500.0
+    assert written["attn_config"] == values["attn_config"]
+
+
+def test_a_rate_of_dropout_is_read_with_a_warning(caplog):
+    assert read("granite", attention_dropout=0.1) == read("granite")
+    assert "attention_dropout=0.1" in caplog.text
+
+
+def test_one_rotary_embedding_of_olmo_3_is_that_of_layers_without_a_window():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    want = read("olmo3", rope_parameters={"full_attention": {"rope_theta": 7.0, **yarn}})[1]
+    for spelling in (
+        {"rope_parameters": {"rope_theta": 7.0, **yarn}},
+        {"rope_parameters": None, "rope_theta": 7.0, "rope_scaling": yarn},
+    ):
+        assert read("olmo3", **spelling)[1] == want
+    windowed, *_, full = (layer.self_attention for layer in layers_of(want.decoder))
+    assert (windowed.window, windowed.rope.klass) == (5, RotaryEmbedding)
+    assert (full.window, full.rope.klass) == (None, YarnRotaryEmbedding)
+    assert windowed.rope.theta == full.rope.theta == 7.0
 
 
 def test_more_heads_than_the_width_are_refused():

@@ -42,6 +42,8 @@ def test_rotated_pairs_become_halves():
         (mapping("e d (f n) -> e n d f", (1,)), (2, 5, 2, 4, 3), (5, 4, 6)),
         (mapping("d f -> f d", (0,), factor=0.5), (2, 3, 4), (4, 3)),
         (mapping("n d -> d n"), (4, 1), (1, 4)),
+        (mapping("1 e -> e"), (5,), (1, 5)),
+        (mapping("e (n f) d -> e n d f"), (5, 2, 4, 3), (5, 6, 4)),
     ],
 )
 def test_back_and_forth_is_the_same(made, shape, shape_of_tensor):

@@ -39,12 +39,15 @@ from moelib.layers.initializers import normal
 from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.train import convert
 from moelib.train.init_from import InitFrom
+from tests.huggingface.test_parity import TEXT_PARTS
 
 pytestmark = [pytest.mark.hf, pytest.mark.slow]
 
 HERE = pathlib.Path(__file__).parent
-FAMILIES = sorted(path.name for path in (HERE / "fixtures").iterdir())
+FAMILIES = sorted({path.name for path in (HERE / "fixtures").iterdir()} - {*TEXT_PARTS})
 NEWEST, OLDER = "5.24.0", "4.57.6"
+# Families that the older version lacks.
+NEW = ("exaone_moe", "glm4_moe_lite", "hy_v3", "minimax_m2", "mistral4", "solar_open")
 VARIABLES = {NEWEST: "MOELIB_HF_PYTHON", OLDER: "MOELIB_HF4_PYTHON"}
 
 
@@ -121,6 +124,8 @@ LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, **SCALED}
 def test_transformers_computes_the_same_and_both_read_what_the_other_writes(
     family, rope, version, tmp_path
 ):
+    if family in NEW and version == OLDER:
+        pytest.skip(f"transformers {OLDER} has no {family}")
     settings = json.loads((HERE / "fixtures" / family / "config.json").read_text())
     rope = {**(rope or settings["rope_parameters"])}
     if family.startswith("deepseek_v2") and version == OLDER:  # It does not scale the scores.

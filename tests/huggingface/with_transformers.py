@@ -15,13 +15,21 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-if __name__ == "__main__":
-    folder, out, *adapter = map(pathlib.Path, sys.argv[1:])
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+
+def load(folder):
+    """Returns the model of a folder; fails if tensors are missing or unexpected."""
+    name = transformers.AutoConfig.from_pretrained(folder).architectures[0]
+    model, info = getattr(transformers, name).from_pretrained(
         folder, output_loading_info=True, dtype=torch.float32, attn_implementation="eager"
     )
     wrong = {name: keys for name, keys in info.items() if keys}
     assert not wrong, wrong  # Else transformers warns, and draws what is missing.
+    return model
+
+
+if __name__ == "__main__":
+    folder, out, *adapter = map(pathlib.Path, sys.argv[1:])
+    model = load(folder)
     name = type(model).__name__
     if adapter:
         import peft

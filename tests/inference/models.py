@@ -63,6 +63,11 @@ DECODERS = {
     "window": lambda: decoder(
         layer(window=3, qk_norm=NORM, qk_norm_joint=True, qkv_clip=0.9, rope=None, sinks=True)
     ),
+    "factors and norms": lambda: decoder(
+        layer(num_kv_heads=2, score_scale=0.3, rotated_qk_norm=NORM).set(
+            norm=None, output_norm=NORM, residual_scale=0.7
+        )
+    ),
     "dense, then experts": lambda: decoder(*gpt_oss_block(), first_layers=[layer()]),
     "latent": lambda: decoder(latent_layer(), latent_layer(q_lora_rank=5, score_factor=1.3)),
     "loop": lambda: decoder(layer(window=3), layer(), kind=LoopStack),

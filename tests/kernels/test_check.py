@@ -171,3 +171,25 @@ def test_a_backend_that_cannot_compute_is_an_error_of_the_user_with_the_notes_of
     with pytest.raises(UserError, match="'gpu' needs") as raised, kernel_backends():
         raise error
     assert raised.value.__notes__ == ["in model.decoder"]
+
+
+@pytest.mark.parametrize("hidden", [(128, 136), (300, 316)])
+def test_a_mask_that_hides_a_few_keys_from_late_queries_is_found(hidden, monkeypatch):
+    calls = {"q": (1, 512, 1, 64), "k": (1, 512, 1, 64), "v": (1, 512, 1, 64)}
+    attention_call = call("flash_attention", flash_attention, SPEC, segment_ids=(1, 512), **calls)
+    assert check.compare(attention_call) is None
+    original = check._value_and_gradients
+    first, stop = hidden
+
+    def planted(call, arrays):
+        if arrays["k"].dtype == jnp.float32 and not planted.done:
+            planted.done = True
+            late = original(call, {**arrays, "v": arrays["v"].at[:, first:stop].set(0)})
+            found = original(call, arrays)
+            value = found["value"].at[:, 352:380].set(late["value"][:, 352:380])
+            return found | {"value": value}
+        return original(call, arrays)
+
+    planted.done = False
+    monkeypatch.setattr(check, "_value_and_gradients", planted)
+    assert "is wrong: its value" in check.compare(attention_call)

@@ -22,6 +22,15 @@ def test_a_lookup_gives_the_rows_of_the_ids():
     np.testing.assert_array_equal(got, np.asarray(PARAMS["weight"])[ids])
 
 
+def test_a_scale_multiplies_lookups_and_not_a_tied_head():
+    scaled = build(Embedding.default_config(), num_embeddings=5, dim=4, scale=3.0)
+    ids = jnp.array([[0, 4]])
+    np.testing.assert_array_equal(call(scaled, PARAMS, ids), 3 * call(LAYER, PARAMS, ids))
+    x = jnp.asarray(normal(1, 2, 4))
+    logits = [call(layer, PARAMS, x, method="attend") for layer in (scaled, LAYER)]
+    np.testing.assert_array_equal(*logits)
+
+
 def test_an_id_outside_of_the_table_gives_nan_and_no_other_row():
     got = np.asarray(call(LAYER, PARAMS, jnp.array([[-1, 5, -5, 1]])))
     assert np.isnan(got[0, :3]).all()

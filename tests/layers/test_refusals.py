@@ -57,7 +57,7 @@ REFUSED = [
     *((NORM, {"eps": eps}) for eps in (0.0, -1.0, math.nan, math.inf)),
     (LINEAR, {"factor": 0.5}),
     (YARN, {"factor": 0.5}),
-    (YARN, {"beta_fast": 1.0}),
+    (YARN, {"beta_fast": 0.5}),
     (YARN, {"beta_slow": 0.0}, "beta_fast="),
     *((YARN, {"attention_factor": 1.0, n: 0.707}) for n in ("mscale", "mscale_all_dim")),
     *((LLAMA3, {"factor": factor}) for factor in (0.5, math.nan)),

@@ -212,6 +212,23 @@ def test_a_layer_adds_attention_and_feed_forward_to_the_stream():
     assert not np.allclose(float64(got), float64(X))
 
 
+def test_outputs_are_normalized_and_scaled_before_they_are_added():
+    norm = LayerNorm.default_config()
+    cfg = layers()[0].set(norm=None, output_norm=norm, residual_scale=0.25)
+    made = build(cfg, input_dim=D)
+    params = initial(made)
+    assert params.keys() == {
+        *("self_attention", "attention_output_norm"),
+        *("feed_forward", "feed_forward_output_norm"),
+    }
+    part = lambda name, *args, **kw: call(made.children[name], params[name], *args, **kw)
+    y = part("self_attention", X, positions=POSITIONS)
+    x = X + 0.25 * part("attention_output_norm", y)
+    want = x + 0.25 * part("feed_forward_output_norm", part("feed_forward", x))
+    got = call(made, params, x=X, positions=POSITIONS, mask=MASK)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
 class WithoutInputDim(BaseLayer):
     """A layer that does not declare the size that its parent sets."""
 

@@ -44,6 +44,18 @@ def test_auxiliary_losses_are_in_the_objective_and_not_in_the_loss():
     np.testing.assert_allclose(total, loss.mean + outputs.total_aux_loss(), rtol=1e-6)
 
 
+def test_a_divisor_divides_the_logits_of_generation_and_of_the_loss():
+    params, batch = on_one_device()[0], tiny.packed_batch()
+    whole = logits(scan_model(), params, batch)
+    divided = scan_model().config.clone(logit_divisor=3.0).instantiate(parent=None)
+    np.testing.assert_allclose(logits(divided, params, batch), whole / 3, rtol=1e-5, atol=1e-6)
+    (_, ((loss, _), _)), _ = tiny.value_and_grad(divided, params, batch)
+    labels = np.asarray(batch["target_labels"])
+    log_probs = np.asarray(jax.nn.log_softmax(whole / 3))[labels >= 0]
+    want = -np.mean(log_probs[np.arange(len(log_probs)), labels[labels >= 0]])
+    np.testing.assert_allclose(loss.mean, want, rtol=1e-5)
+
+
 def test_two_documents_in_a_sequence_equal_two_sequences():
     first, second = 5, 3  # Tokens.
     index = np.arange(first + second)

@@ -69,7 +69,7 @@ def scheduled(**fields):
         ("num_microbatches", "1", 2, "accumulation"),
         ("model.dim", "16", 24, "config"),
         ("prng_seed", "0", 3, "config"),
-        ("input.seq_len", "16", 32, "config"),
+        ("input.seq_len", "16", 32, "data"),
         ("learner.optimizer.weight_decay", "0.0", 0.5, "config"),
         ("learner.ema.decay", "not set", 0.9, "config"),
     ],

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 from jaxlib import xla_client
@@ -11,6 +12,7 @@ from jaxlib import xla_client
 from moelib.core.errors import UserError
 from moelib.kernels.backend import traced_backends, warn_once
 from moelib.kernels.check import NO_MEMORY
+from moelib.runs.phases import Phase
 from moelib.runtime import platforms
 from moelib.train import kernel_check
 from tests.python_process import finish, free_port, start
@@ -140,6 +142,37 @@ def test_a_comparison_that_does_not_start_is_a_warning(tmp_path, monkeypatch, ca
     kernel_check.compare_before_devices(config(tmp_path))
     assert "could not be compared" in caplog.text
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rewind_to": 3},
+        {"phases": {"long": Phase.default_config().set(after_step=1)}, "max_step": 3},
+    ],
+    ids=str,
+)
+def test_the_calls_of_a_run_do_not_depend_on_its_course(tmp_path, fields):
+    cfg = config(tmp_path)
+    want = [str(call) for call in kernel_check.calls_of(cfg, None)]
+    assert want
+    assert [str(call) for call in kernel_check.calls_of(cfg.set(**fields), None)] == want
+
+
+def test_verdicts_before_a_process_that_does_not_start_count(tmp_path, monkeypatch):
+    found = ["gmm", "a call", "tpu", "fails (X)"]
+    outputs = [
+        (1, [json.dumps("1-cpu"), json.dumps(found), json.dumps(found)]),
+        (1, []),
+    ]
+
+    def run(*arguments, **options):
+        code, lines = outputs.pop(0)
+        return SimpleNamespace(returncode=code, stdout="\n".join(lines).encode(), stderr=b"")
+
+    monkeypatch.setattr(kernel_check.subprocess, "run", run)
+    verdicts = kernel_check._in_processes(config(tmp_path))
+    assert [tuple(each) for each in verdicts] == [tuple(found)]
 
 
 def test_verdicts_in_a_folder_that_cannot_be_written_are_a_warning(tmp_path, caplog):

@@ -74,8 +74,8 @@ def test_numbers_below_1_are_refused_when_they_are_set(cfg, name):
 
 
 def test_a_change_that_cannot_be_accepted_is_refused_when_it_is_set(cfg):
-    with pytest.raises(UserError, match=r"accept_changes=\['data'\]: .*'schedule', 'train_dtype'"):
-        cfg.set(accept_changes=["data"])
+    with pytest.raises(UserError, match=r"accept_changes=\['model'\]: .*'schedule', 'train_dtype'"):
+        cfg.set(accept_changes=["model"])
 
 
 @pytest.mark.parametrize("path", ["input", "evalers.val.input"])

@@ -7,7 +7,11 @@ import tempfile
 import jax
 import pytest
 
+from moelib.core.config import config_for_function
 from moelib.core.errors import UserError
+from moelib.layers.norm import RMSNorm
+from moelib.layers.remat import remat
+from moelib.parallel.pipeline.schedule import Schedule
 from moelib.verify.early_checks import EARLY_CHECKS
 from moelib.verify.mesh_checks import MESH_CHECKS
 from moelib.verify.outcome import COMPILED, Status
@@ -15,6 +19,7 @@ from moelib.verify.run import run_checks, verify_config
 from moelib.verify.shrink import runnable
 from moelib.verify.single_device import SINGLE_DEVICE_CHECKS
 from moelib.verify.step_probe import Probe, narrow_layers
+from tests.tiny import model_config, plain_moe, stacked, trainer_config, transformer_layer
 from tests.verify import planted
 from tests.verify.tiny import moe, outcomes, tiny
 
@@ -50,6 +55,29 @@ def test_a_correct_config_passes_on_the_meshes_of_a_list():
     ]
     assert {change.path for change in report.changes} >= {"max_step", "input.seq_len"}
     assert trainer_config.max_step == 4  # The config itself is not changed.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "fields"),
+    [
+        ("pipeline=2,fsdp=2", {"pipeline_schedule": Schedule.ZB_V, "num_microbatches": 4}),
+        ("expert=2,model=2", {"num_microbatches": 2}),
+    ],
+)
+def test_factors_and_norms_of_outputs_pass_every_check(mesh, fields):
+    norm = RMSNorm.default_config()
+    layer = transformer_layer(plain_moe(), num_heads=4, num_kv_heads=2)
+    layer.self_attention.set(score_scale=0.3, rotated_qk_norm=norm)
+    layer.set(norm=None, output_norm=norm, residual_scale=0.5)
+    decoder = stacked(layer, num_layers=4, remat=config_for_function(remat))
+    model = model_config(decoder, lm_head=None, logit_divisor=3.0)
+    model.embedding.scale = 6.0
+    cfg = trainer_config("unused", model=model, max_step=4, evaler=False)
+    report = verify_config(
+        cfg.set(**fields), num_devices=4, meshes=mesh, without=["hosts", "bfloat16"]
+    )
+    assert report.status is Status.PASSED, report.lines()
 
 
 @pytest.mark.parametrize("num_devices", [1, 1000])

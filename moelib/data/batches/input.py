@@ -54,6 +54,15 @@ class BatchIterator(Iterator["Batch"]):
     def restore(self, state: State) -> None:
         """Goes to a saved position. Raises UserError if it belongs to another input."""
 
+    def follow(self, state: State) -> None:
+        """Goes to the first batch after those of another input, whose position is given.
+
+        Data that both have go on where they were, as far as the iterator can; those of another
+        kind begin at their first batch.
+        """
+        if state.get("input") == self.state()["input"]:
+            self.restore(state)
+
     def seek(self, position: int) -> None:
         """Goes to batch `position`, counted from 0; only if `can_seek`."""
         raise NotImplementedError

@@ -7,11 +7,12 @@ number of hosts may change between two steps, and the batch of any step can be i
 Letters: B sequences of a batch, S sequence length, R sequences of an epoch.
 """
 
+import collections
 import enum
 import functools
 import threading
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +28,7 @@ from moelib.data.batches.input import (
     check_state,
     empty_batch,
 )
-from moelib.data.batches.mixture import Mixture
+from moelib.data.batches.mixture import Mixture, counts_before
 from moelib.data.batches.packing import (
     DocumentBoundary,
     EpochPlan,
@@ -50,6 +51,14 @@ class InputMode(enum.Enum):
 
     TRAIN = "train"  # Endless, unless `max_batches` is set.
     EVALUATE = "evaluate"  # One; the last batch is completed with empty sequences.
+
+
+class Begin(NamedTuple):
+    """Where an input begins that follows others in a run."""
+
+    step: int = 0  # Batches of the inputs before.
+    # Sequences that they took, by data and order of sequences; see `_order_of`.
+    taken: Mapping[str, int] = {}
 
 
 class LMInput(Input):
@@ -79,6 +88,7 @@ class LMInput(Input):
         self._mixture = source if isinstance(source, Mixture) else None
         sources: list[TokenSource] = [source] if self._mixture is None else self._mixture.sources
         self._packed = [_PackedSource(source, cfg) for source in sources]
+        self.begin = Begin()
         # Iterators over checks of a host's data, shared by all evaluations of this input.
         self.checks_left = functools.cache(lambda rows: iter(self.checks(rows)))
         self.eos_id: int = sources[0].eos_id
@@ -144,7 +154,8 @@ class LMInput(Input):
     def batch(self, step: int, rows: range | None = None) -> "Batch":
         """Returns some rows of the global batch of a step, counted from 0; by default all.
 
-        Raises UserError if a token id is beyond the vocabulary.
+        Steps are those of the run, after `begin`. Raises UserError if a token id is beyond the
+        vocabulary.
         """
         cfg = self.config
         numbers = self._numbers(step, rows)
@@ -152,18 +163,21 @@ class LMInput(Input):
         if cfg.mode is InputMode.EVALUATE:
             numbers = numbers[numbers < self.sequences_per_epoch]
         if self._mixture is None:
-            self._packed[0].fill(numbers, np.arange(len(numbers)), batch)
-            return batch
-        source, numbers = self._mixture.locate(numbers)
+            source = np.zeros(len(numbers), np.int64)
+        else:
+            source, numbers = self._mixture.locate(numbers)
+        taken = [self.begin.taken.get(order, 0) for order in _orders(self.identity).values()]
         for k, packed in enumerate(self._packed):
             of_source = np.flatnonzero(source == k)
-            packed.fill(numbers[of_source], of_source, batch)
+            packed.fill(numbers[of_source] + taken[k], of_source, batch)
         return batch
 
     def _numbers(self, step: int, rows: range | None) -> _Ints:
-        """Returns the numbers of some sequences of a step, over all epochs."""
+        """Returns the numbers of some sequences of a step, from that of `begin` on."""
         batch_size = self.config.global_batch_size
-        return step * batch_size + np.array(range(batch_size) if rows is None else rows)
+        return (step - self.begin.step) * batch_size + np.array(
+            range(batch_size) if rows is None else rows
+        )
 
     @property
     def source_names(self) -> Sequence[str]:  # pyrefly: ignore[bad-override]
@@ -198,6 +212,13 @@ class LMInput(Input):
         return identity
 
 
+def _orders(identity: State) -> dict[str, str]:
+    """Returns {name of a source: what determines its sequences and their order}."""
+    names = ("seq_len", "packing", "document_boundary", "seed")
+    order = " ".join(f"{name}={identity[name]}" for name in names)
+    return {name: f"{data} {order}" for name, data in identity["source"].items()}
+
+
 class LMInputIterator(BatchIterator):
     """The batches of one host. The state is the step and the input's identity."""
 
@@ -225,7 +246,7 @@ class LMInputIterator(BatchIterator):
             for number in range(begin, begin + self._checks_per_step):
                 self._checks[number % len(self._checks)]()
             self._num_checked += self._checks_per_step
-        if not lm_input.is_endless and self.step >= lm_input.num_batches:
+        if not lm_input.is_endless and self.step - lm_input.begin.step >= lm_input.num_batches:
             raise StopIteration
         batch = lm_input.batch(self.step, self._rows)
         self.step += 1
@@ -233,7 +254,9 @@ class LMInputIterator(BatchIterator):
 
     def state(self) -> State:
         """Returns the next step and the input's identity; the same on every host."""
-        return {"step": self.step, "input": self._input.identity}
+        begin = self._input.begin
+        extra = {} if begin == Begin() else {"begin": begin._asdict()}
+        return {"step": self.step, "input": self._input.identity, **extra}
 
     def restore(self, state: State) -> None:
         """Goes to a saved step, whatever the number of hosts was then.
@@ -241,7 +264,26 @@ class LMInputIterator(BatchIterator):
         Raises UserError if the saved input had other batches.
         """
         check_state(state, self._input.identity)
-        self.step = state["step"]
+        self.step, self._input.begin = state["step"], Begin(**state.get("begin", {}))
+
+    def follow(self, state: State) -> None:
+        """Goes to the batch after those of another input, and each source after what that took.
+
+        A source begins anew if its sequences are others, of another length, packing or order.
+        """
+        before, step = state.get("input") or {}, state.get("step", 0)
+        if before == self._input.identity:
+            return self.restore(state)
+        begin = Begin(**state.get("begin", {}))
+        taken = collections.Counter(begin.taken)
+        if isinstance(before.get("source"), dict):
+            orders = _orders(before)
+            weights = np.array([*before.get("weights", {None: 1}).values()])
+            number = (step - begin.step) * before["global_batch_size"]
+            for order, count in zip(orders.values(), counts_before(number, weights), strict=True):
+                taken[order] += int(count)
+        self.step, self._input.begin = step, Begin(step, dict(taken))
+        return None
 
     def seek(self, position: int) -> None:
         """Goes to the batch of a step."""

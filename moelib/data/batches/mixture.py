@@ -80,6 +80,13 @@ class Mixture(Configurable):
         return source, period * self.counts[source] + self._rank[index]
 
 
+def counts_before(number: int, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Returns the sequences [K] of each source among the first of a mixture; see `round_shares`."""
+    periods, rest = divmod(number, int(counts.sum()))
+    first = spread_pattern(counts)[:rest]
+    return periods * counts + np.bincount(first, minlength=len(counts))
+
+
 def _check_weights(names: Sequence[str], weights: Mapping[str, float]) -> None:
     """Raises UserError if names differ, or a weight is not a positive number."""
     if not names or set(names) != set(weights):

@@ -96,6 +96,10 @@ class SkippingBatches(BatchIterator):
         """Returns the position after the batches returned so far, and the ranges."""
         return {**self._batches.state(), SKIPPED: self._ranges}
 
+    def follow(self, state: State) -> None:
+        """Goes to the first batch after those of another input."""
+        self._batches.follow(state)
+
     def restore(self, state: State) -> None:
         """Goes to a saved position. Raises UserError if a batch to skip was trained on before."""
         self._batches.restore(state)

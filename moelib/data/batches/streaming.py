@@ -100,6 +100,17 @@ class StreamingInput(Input):
         }
 
 
+def _stream_of(identity: State) -> State:
+    """Returns what determines the tokens of a host and their order, of its identity."""
+    rows = identity.get("rows", [0, 1])
+    share = (
+        rows[0] / (rows[1] - rows[0]),
+        identity.get("global_batch_size", 0) / (rows[1] - rows[0]),
+    )
+    sizes = ("seq_len", "global_batch_size", "document_boundary", "rows")
+    return {name: x for name, x in identity.items() if name not in sizes} | {"share": share}
+
+
 class StreamingIterator(BatchIterator):
     """One host's batches. Its state belongs to this host, and to this number of hosts."""
 
@@ -206,6 +217,11 @@ class StreamingIterator(BatchIterator):
         check_state(state, self._identity)
         self._go_to(state["position"])
         self.step = state["step"]
+
+    def follow(self, state: State) -> None:
+        """Goes on in the same stream, whatever the sizes of batches before; else to its begin."""
+        if _stream_of(state.get("input") or {}) == _stream_of(self._identity):
+            self.restore({**state, "input": self._identity})
 
 
 class _PendingDocuments(TokenSource):

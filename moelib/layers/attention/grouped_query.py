@@ -41,10 +41,13 @@ class GroupedQueryAttention(BaseLayer):
         # Tokens that a token sees, itself included; None for no limit.
         window: PositiveInt | None = None
         sinks: bool = False  # Whether each head has a learned extra score without a value.
+        score_scale: PositiveFloat | None = None  # Factor of the scores; Dh^-0.5 if None.
         # Scores become cap * tanh(scores / cap); None for no cap.
         logit_cap: PositiveFloat | None = None
         qk_norm: BaseNorm.Config | None = None  # Norm of queries and keys per head; None for none.
         qk_norm_joint: bool = False  # Whether qk_norm spans all heads (OLMoE, arXiv:2409.02060).
+        # Norm of rotated queries and keys per head (Hunyuan); None for none.
+        rotated_qk_norm: BaseNorm.Config | None = None
         qkv_clip: PositiveFloat | None = None  # Clips queries, keys and values to +-qkv_clip.
 
     def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
@@ -68,6 +71,9 @@ class GroupedQueryAttention(BaseLayer):
             for name, heads in (("q_norm", cfg.num_heads), ("k_norm", self._num_kv_heads)):
                 dim = self._head_dim * (heads if cfg.qk_norm_joint else 1)
                 self._add_child(name, cfg.qk_norm.clone(dim=dim))
+        if cfg.rotated_qk_norm is not None:
+            for name in ("rotated_q_norm", "rotated_k_norm"):
+                self._add_child(name, cfg.rotated_qk_norm.clone(dim=self._head_dim))
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg: GroupedQueryAttention.Config = self.config
@@ -127,6 +133,8 @@ class GroupedQueryAttention(BaseLayer):
             q, k, v = (jnp.clip(x, -cfg.qkv_clip, cfg.qkv_clip) for x in (q, k, v))
         if cfg.rope is not None:
             q, k = self.rope(q, positions), self.rope(k, positions)
+        if cfg.rotated_qk_norm is not None:
+            q, k = self.rotated_q_norm(q), self.rotated_k_norm(k)
         split = ("batch", "sequence", "activation_heads", None)
         q, k, v = constrain(q, split), constrain(k, split), constrain(v, split)
         out = self._attend(q, k, v, positions, segment_ids, params.get("sinks"))
@@ -146,7 +154,8 @@ class GroupedQueryAttention(BaseLayer):
     ) -> Float[Array, "B S H Dh"]:
         """Returns the heads' outputs. Kinds of attention with the same projections override it."""
         cfg: GroupedQueryAttention.Config = self.config
-        spec = MaskSpec(self._head_dim**-0.5, window=cfg.window, logit_cap=cfg.logit_cap)
+        scale = cfg.score_scale or self._head_dim**-0.5
+        spec = MaskSpec(scale, window=cfg.window, logit_cap=cfg.logit_cap)
         if (cached := self._store(k, v, positions, segment_ids)) is not None:
             return attend_to_cache(q, *cached, positions, sinks, spec)
         return attend(q, k, v, segment_ids, sinks, spec=spec)

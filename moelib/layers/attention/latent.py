@@ -18,6 +18,7 @@ from moelib.core.param import ParameterSpec
 from moelib.kernels.flash_attention import CONTEXT, MaskSpec
 from moelib.layers.attention.cached import attend_to_cache, store
 from moelib.layers.attention.on_mesh import attend
+from moelib.layers.attention.temperature import AttentionTemperature
 from moelib.layers.base import BaseLayer, weight_spec
 from moelib.layers.norm import BaseNorm, RMSNorm
 from moelib.layers.quantization import QuantizedWeight, project
@@ -54,6 +55,8 @@ class LatentAttention(BaseLayer):
         norm: BaseNorm.Config = RMSNorm.default_config()  # Norm of the latents.
         # Multiplies scores, which are divided by sqrt(nope + rope dims).
         score_factor: PositiveFloat = 1.0
+        # Multiplies queries by a factor that grows with their position; None for none.
+        temperature: AttentionTemperature.Config | None = None
 
     def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
         super().__init__(cfg, parent=parent)
@@ -69,6 +72,8 @@ class LatentAttention(BaseLayer):
         if cfg.q_lora_rank is not None:
             self._add_child("q_norm", cfg.norm.clone(dim=cfg.q_lora_rank))
         self._add_child("kv_norm", cfg.norm.clone(dim=cfg.kv_lora_rank))
+        if cfg.temperature is not None:
+            self._add_child("temperature", cfg.temperature)
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg: LatentAttention.Config = self.config
@@ -186,7 +191,8 @@ class LatentAttention(BaseLayer):
             x, up = self.q_norm(self._projected(x, "q_down", "attention_q")), "q_up"
         q = save_activation(project(x, self._weight(up, x)), "attention_q")
         nope, rope = jnp.split(q, [cfg.nope_head_dim], axis=-1)
-        return jnp.concatenate([nope, self._rotated(rope, positions)], -1)
+        q = jnp.concatenate([nope, self._rotated(rope, positions)], -1)
+        return q if cfg.temperature is None else self.temperature(q, positions)
 
     def _projected(self, x: Float[Array, "B S D"], name: str, point: str) -> Float[Array, "B S n"]:
         return save_activation(project(x, self._weight(name, x)), point)

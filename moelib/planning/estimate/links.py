@@ -119,14 +119,12 @@ class Links:
             return (*(("links",) if group.inside > 1 else ()), *network)
         along = [self._layout.spans((dim,))[:-2] for dim in range(len(names))]
         spans = self._layout.spans(tuple(i for i, name in enumerate(names) if name in axes))[:-2]
-        return (
-            *(
-                "links of " + " ".join(n for n, x in zip(names, along, strict=True) if x[i][0] > 1)
-                for i, (size, _) in enumerate(spans)
-                if size > 1
-            ),
-            *network,
+        sides = (
+            "links of " + " ".join(n for n, x in zip(names, along, strict=True) if x[i][0] > 1)
+            for i, (size, _) in enumerate(spans)
+            if size > 1
         )
+        return (*dict.fromkeys(sides), *network)
 
     def all_gather(self, axes: tuple[str, ...], num_bytes: float) -> Traffic:
         """Returns the traffic of an all-gather by bytes of its result; also of a reduce-scatter."""

@@ -78,7 +78,7 @@ def _is_all_reduced(placement: Placement, leaf: Leaf, axes: tuple[str, ...]) -> 
     """Returns whether XLA for TPUs all-reduces the gradient of a parameter out of the decoder."""
     n = placement.mesh.parts(axes)
     vocab = leaf.shape[leaf.axes.index("vocab")] if "vocab" in leaf.axes else 1
-    tiles = math.ceil(vocab // placement.parts["vocab"] / _LANES)
+    tiles = -(-vocab // (placement.parts["vocab"] * _LANES))
     most = _LARGEST_PIECE[placement.accelerator.name] / math.sqrt(n)
     return n >= 4 and _largest_prime(tiles) > most
 

@@ -93,13 +93,13 @@ def tuple_elements(shape: str, *, layouts: bool = False) -> list[str]:
     return [element for element in elements if element]
 
 
-def result_shape(instruction: Instruction) -> str:
+def result_shape(instruction: Instruction, *, layouts: bool = False) -> str:
     """Returns the shape of the final result of an instruction, also for an asynchronous start.
 
     `all-gather-start` returns (operands, results, ...), `all-reduce-start` the results only, but
     ((operands), results) on GPUs.
     """
-    elements = tuple_elements(instruction.shape)
+    elements = tuple_elements(instruction.shape, layouts=layouts)
     only_results = instruction.opcode == "all-reduce-start" and not elements[0].startswith("(")
     if not instruction.opcode.endswith("-start") or only_results:
         return instruction.shape

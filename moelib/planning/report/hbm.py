@@ -21,7 +21,8 @@ _SLICES = ("dynamic-slice", "slice", "gather")  # Read as much of their operand 
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # Index of the operand that is written.
 _PASSED = ("bitcast", "reshape", "convert", "copy", "transpose")
 _Made = Mapping[str, Instruction]
-_ELSEWHERE = re.compile(r"S\([1-9]\d*\)")  # Memory spaces other than HBM.
+# Memory spaces other than HBM; 7 is that which GPUs share.
+_ELSEWHERE = re.compile(r"S\([1-6]\)")
 
 
 def hbm_bytes(program: Program) -> float:
@@ -29,7 +30,7 @@ def hbm_bytes(program: Program) -> float:
     return sum(
         computation.executions * instruction_bytes(program, computation, each)
         for computation, each in program.unfused()
-        if not library(each)
+        if not library(each) or values.is_matmul(each)
     )
 
 
@@ -47,7 +48,8 @@ def instruction_bytes(program: Program, computation: Computation, each: Instruct
     if each.opcode in ("copy-start", "slice-start"):
         ends = values.tuple_elements(each.shape, layouts=True)[:2]
         return float(sum(min(map(values.shape_bytes, ends)) for x in ends if _in_hbm(x)))
-    result = values.result_shape(each) if each.opcode.endswith("-start") else each.shape
+    is_start = each.opcode.endswith("-start")
+    result = values.result_shape(each, layouts=True) if is_start else each.shape
     return _held(result) + sum(_held(made[name].shape) for name in each.operands if name in made)
 
 

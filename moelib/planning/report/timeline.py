@@ -55,7 +55,6 @@ class Timeline:
     compute: float  # Of the instructions of XLA.
     kernels: float  # Of kernels.
     waits: Mapping[Wait, float]  # Of waiting, by what is waited for, longest first.
-    sent: Mapping[Wait, float]  # In which links carry the bytes of collectives.
     busy: Mapping[str, float]  # In which each name of `Links.used` is held.
 
     def wait_rows(self) -> list[Row]:
@@ -134,7 +133,6 @@ def play(
         compute=sums["compute", None],
         kernels=sums["kernel", None],
         waits=dict(waits),
-        sent=pick("sent"),
         busy=pick("busy"),
     )
 
@@ -195,7 +193,6 @@ class _Player:
         for name in sent.links:
             self._free[name] = begin + seconds
             self.sums["busy", name] += seconds
-        self.sums["sent", sent.wait] += seconds
         return begin + seconds, sent.wait
 
     def _wait(self, end: float, wait: Wait) -> None:
@@ -217,7 +214,7 @@ class _Player:
         """Plays the turns of a loop, of which the later ones are equal."""
         last: dict[_Key, float] | None = None
         for turn in range(times):
-            begin, before = self.now, dict(self.sums)
+            begin, before, free = self.now, dict(self.sums), dict(self._free)
             self.play(name)
             seconds = self.now - begin
             grown = {key: x - before.get(key, 0.0) for key, x in self.sums.items()}
@@ -227,8 +224,9 @@ class _Player:
                 grown.pop(("turn", None))
                 for key, x in grown.items():
                     self.sums[key] += rest * x
-                for link in self._free:
-                    self._free[link] += rest * seconds
+                for link, time in self._free.items():
+                    if time != free.get(link):  # Another one carries what began before the loop.
+                        self._free[link] += rest * seconds
                 self.now += rest * seconds
                 return
             last = grown
@@ -295,7 +293,7 @@ class _Player:
         at_peak = lambda flops, moved: max(
             flops / chip.flops_per_second, moved / chip.hbm_bytes_per_second
         )
-        if library(each):
+        if library(each) and not values.is_matmul(each):  # cuBLAS has no estimates.
             return _Work("kernel", max(at_peak(*(estimate_of(each) or (0, 0))), least))
         if each.opcode.endswith("-start"):
             return _Work("compute", 0.0)

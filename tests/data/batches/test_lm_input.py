@@ -312,3 +312,55 @@ def test_sizes_must_be_positive(field):
     cfg = SyntheticInput.default_config().set(vocab_size=8, seq_len=4, global_batch_size=4)
     with pytest.raises(ValueError, match=f"{field}=0"):
         cfg.set(**{field: 0}).instantiate()
+
+
+def _rows(batches: list[Batch]) -> list[list[int]]:
+    return [row.tolist() for batch in batches for row in batch["input_ids"]]
+
+
+def _followed(first: LMInput.Config, second: LMInput.Config, num: int) -> tuple[list, Any]:
+    """Returns the rows of `num` batches of an input, and the iterator of another after them."""
+    batches = first.instantiate().iterator()
+    rows = _rows([next(batches) for _ in range(num)])
+    after = second.instantiate().iterator()
+    after.follow(json.loads(json.dumps(batches.state())))
+    return rows, after
+
+
+def test_another_batch_size_goes_on_with_the_next_sequence() -> None:
+    want = _config(global_batch_size=1).instantiate().iterator()
+    want = _rows([next(want) for _ in range(3 * 4 + 2 * 6 + 5)])
+    rows, after = _followed(_config(), _config(global_batch_size=6), 3)
+    rows += _rows([next(after) for _ in range(2)])
+    assert after.state()["step"] == 5
+    last = _config(global_batch_size=5).instantiate().iterator()
+    last.follow(after.state())
+    assert rows + _rows([next(last)]) == want
+
+
+def _mixture(**weights: float) -> LMInput.Config:
+    firsts = {"a": 0, "b": 200, "c": 400}
+    sources = {name: _tokens(firsts[name]) for name in weights}
+    return _config(source=Mixture.default_config().set(sources=sources, weights=weights))
+
+
+def test_the_sources_of_another_mixture_go_on_where_they_were() -> None:
+    num_batches = 40, 30, 50
+    rows, after = _followed(_mixture(a=0.7, b=0.3), _mixture(b=0.5, c=0.5), num_batches[0])
+    rows += _rows([next(after) for _ in range(num_batches[1])])
+    last = _mixture(a=0.2, b=0.3, c=0.5).instantiate().iterator()
+    last.follow(after.state())
+    rows += _rows([next(last) for _ in range(num_batches[2])])
+    for first in (0, 200, 400):
+        mine = [row for row in rows if first <= row[0] < first + 200]
+        alone = _config(source=_tokens(first), global_batch_size=1).instantiate().iterator()
+        assert mine == _rows([next(alone) for _ in mine])
+    again = _mixture(a=0.2, b=0.3, c=0.5).instantiate().iterator()
+    again.restore(last.state())
+    np.testing.assert_array_equal(next(again)["input_ids"], next(last)["input_ids"])
+
+
+def test_another_length_begins_anew() -> None:
+    _, after = _followed(_config(), _config(seq_len=8), 3)
+    first = next(_config(seq_len=8).instantiate().iterator())
+    np.testing.assert_array_equal(next(after)["input_ids"], first["input_ids"])

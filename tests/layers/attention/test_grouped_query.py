@@ -29,6 +29,10 @@ def parameters(layer):
     return {
         name: normal(*value.shape, seed=3) if name.endswith(("bias", "sinks")) else value
         for name, value in params.items()
+    } | {
+        name: {"scale": normal(*value["scale"].shape, seed=4) + 1}
+        for name, value in params.items()
+        if name.endswith("norm")
     }
 
 
@@ -38,20 +42,24 @@ def by_hand(layer, params, segment_ids):
     q = np.einsum("bsd,dhk->bshk", x, p["q"]) + p.get("q_bias", 0.0)
     kv = np.einsum("bsd,dngk->bsngk", x, p["kv"]) + p.get("kv_bias", 0.0)
     k, v = kv[:, :, 0], kv[:, :, 1]
+    axes = (-2, -1) if cfg.qk_norm_joint else -1
+
+    def normalized(x, scale, axes=axes):
+        scale = scale.reshape(-1, x.shape[-1])  # Per head, or for all heads.
+        return x / np.sqrt(np.mean(x**2, axes, keepdims=True) + 1e-6) * scale
+
     if "q_norm" in p:
-        axes = (-2, -1) if cfg.qk_norm_joint else -1
-
-        def normalized(x, scale):
-            scale = scale.reshape(-1, x.shape[-1])  # Per head, or for all heads.
-            return x / np.sqrt(np.mean(x**2, axes, keepdims=True) + 1e-6) * scale
-
         q, k = normalized(q, p["q_norm"]["scale"]), normalized(k, p["k_norm"]["scale"])
     if cfg.qkv_clip is not None:
         q, k, v = (np.clip(x, -cfg.qkv_clip, cfg.qkv_clip) for x in (q, k, v))
     if cfg.rope is not None:
         q, k = (rotated(x, POSITIONS[..., None]) for x in (q, k))
+    if "rotated_q_norm" in p:
+        q = normalized(q, p["rotated_q_norm"]["scale"], -1)
+        k = normalized(k, p["rotated_k_norm"]["scale"], -1)
     masks = {"segment_ids": segment_ids, "window": cfg.window}
-    scores = {"scale": q.shape[-1] ** -0.5, "logit_cap": cfg.logit_cap, "sinks": p.get("sinks")}
+    scale = q.shape[-1] ** -0.5 if cfg.score_scale is None else cfg.score_scale
+    scores = {"scale": scale, "logit_cap": cfg.logit_cap, "sinks": p.get("sinks")}
     out = oracle.attention(q, k, v, **scores, **masks)
     return np.einsum("bshk,hkd->bsd", out, p["output"]) + p.get("output_bias", 0.0)
 
@@ -70,6 +78,8 @@ NORM = RMSNorm.default_config()
         ({"rope": None}, None),
         ({"qk_norm": NORM, "num_kv_heads": 2}, None),
         ({"qk_norm": NORM, "qk_norm_joint": True, "num_kv_heads": 2, "qkv_clip": 0.9}, SEGMENTS),
+        ({"score_scale": 0.3, "num_kv_heads": 2}, SEGMENTS),
+        ({"rotated_qk_norm": NORM, "num_kv_heads": 2}, SEGMENTS),
     ],
     ids=str,
 )

@@ -20,6 +20,11 @@ FUSED = """
   ROOT %w = f32[16,1024]{1,0} dynamic-update-slice(%c, %u, %j, %j)
 }
 """
+CUBLAS = (
+    'f32[16,16]{1,0} custom-call(%stack, %stack), custom_call_target="__cublas$gemm", '
+    'backend_config={"gemm_backend_config":{"dot_dimension_numbers":'
+    '{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["1"]}}}'
+)
 ROW, STACK, INDEX = 4 * 1024, 4 * 16 * 1024, 4
 
 
@@ -37,6 +42,10 @@ ROW, STACK, INDEX = 4 * 1024, 4 * 16 * 1024, 4
         ("f32[1,1024]{1,0} dynamic-slice(%stack, %index, %index)", 2 * ROW),
         ("f32[16,1024]{1,0} dynamic-update-slice(%stack, %row, %index, %index)", 2 * ROW),
         ("f32[16,1024]{1,0} bitcast(%stack)", 0),
+        ("f32[16,1024]{1,0:S(7)} negate(%stack)", 2 * STACK),  # In memory that GPUs share.
+        ("(f32[1,1024]{1,0}, f32[16,1024]{1,0:S(1)}) all-gather-start(%row), dimensions={0}", ROW),
+        # A matmul of cuBLAS, without an estimate of its own.
+        (CUBLAS, 2 * STACK + 4 * 16 * 16),
     ],
 )  # fmt: skip
 def test_an_instruction_moves_what_it_reads_and_writes(instruction, expected):

@@ -108,6 +108,27 @@ def test_the_turns_of_a_loop_add_up(times):
     assert sum(found.busy.values()) == pytest.approx(times * SENT, rel=1e-3)
 
 
+def test_a_gather_that_began_before_a_loop_is_not_delayed_by_it():
+    others, loop = _loop([_compute("c", "q", SENT / 100)], 100)
+    found = _play(
+        [_gather("g", "p", OVER_FSDP), loop, _gather("h", "p", OVER_FSDP), _done("d", "h")], others
+    )
+    assert found.seconds == pytest.approx(2 * SENT, rel=1e-3)
+
+
+def test_an_axis_over_two_sides_of_the_torus_is_busy_once():
+    topology, mesh = describe("v6e:2x2"), {"fsdp": 4}
+    links = Links(topology, Mesh(tuple(mesh.items())))
+    text = (
+        "HloModule step\n\nENTRY %main (p: f32[8]) -> f32[8] {\n"
+        "  %p = f32[8]{0} parameter(0)\n"
+        + "\n".join([_gather("g", "p", "replica_groups={{0,1,2,3}}"), _done("d", "g")])
+        + "\n}\n"
+    )
+    found = play(parse(text), mesh, links, topology.accelerator, SourceMap(text))
+    assert sum(found.busy.values()) == pytest.approx(found.seconds, rel=1e-3)
+
+
 def test_a_branch_counts_with_its_share():
     others = "\n".join(
         f"%{name} (q: f32[8]) -> f32[8] {{\n  %q = f32[8]{{0}} parameter(0)\n"

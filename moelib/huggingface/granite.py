@@ -1,0 +1,99 @@
+"""Granite, dense and with experts: factors of embeddings, scores, outputs and logits.
+
+Sources: https://github.com/ibm-granite/granite-3.0-language-models and arXiv:2408.13359.
+"""
+
+from typing import Any
+
+from moelib.huggingface import blocks, grouped_query, llama
+from moelib.huggingface.family import Family
+from moelib.huggingface.settings import Settings
+from moelib.huggingface.tensor_mapping import Part, Table
+from moelib.layers.feed_forward import FeedForward
+from moelib.layers.moe.router import Router, Score
+from moelib.models.causal_lm import CausalLM
+
+# Gate and up projections are one tensor, of all experts.
+IN_LAYER: Table = {
+    **llama.IN_LAYER,
+    "feed_forward/router/weight": [Part("block_sparse_moe.router.layer.weight", "e d -> d e")],
+    "feed_forward/experts/up": [
+        Part("block_sparse_moe.input_linear.weight", "e (n f) d -> e n d f")
+    ],
+    "feed_forward/experts/down": [Part("block_sparse_moe.output_linear.weight", "e d f -> e f d")],
+    "feed_forward/shared_experts/up": [Part("shared_mlp.input_linear.weight", "(n f) d -> n d f")],
+    "feed_forward/shared_experts/down": [Part("shared_mlp.output_linear.weight", "d f -> f d")],
+}
+_NAMES = "num_local_experts", "intermediate_size"  # Settings of `blocks.moe`.
+
+
+def _factor(settings: Settings, name: str, without: float = 1.0) -> float | None:
+    """Returns a factor; None for the value that it has without the setting."""
+    value = float(settings.take(name))
+    return None if value == without else value
+
+
+def _model(settings: Settings, feed_forward: Any) -> CausalLM.Config:
+    attention = blocks.attention_with_bias(settings)
+    usual = blocks.expect(attention.head_dim, int) ** -0.5
+    attention.score_scale = _factor(settings, "attention_multiplier", without=usual)
+    embedding_scale = _factor(settings, "embedding_multiplier")
+    logit_divisor = _factor(settings, "logits_scaling")
+    residual_scale = _factor(settings, "residual_multiplier")
+    cfg = blocks.model(settings, attention, feed_forward, residual_scale=residual_scale)
+    cfg.embedding.scale = embedding_scale
+    return cfg.set(logit_divisor=logit_divisor)
+
+
+def _dense(settings: Settings) -> CausalLM.Config:
+    return _model(settings, grouped_query.feed_forward(settings))
+
+
+def _moe(settings: Settings, shared: FeedForward.Config | None = None) -> CausalLM.Config:
+    router = Router.default_config().set(score=Score.SOFTMAX_AFTER_TOP_K)
+    return _model(settings, blocks.moe(settings, *_NAMES, router=router, shared_experts=shared))
+
+
+def _moe_shared(settings: Settings) -> CausalLM.Config:
+    hidden_dim = settings.take("shared_intermediate_size", 0)
+    return _moe(settings, blocks.feed_forward(hidden_dim) if hidden_dim else None)
+
+
+def _moe_settings(cfg: CausalLM.Config) -> dict[str, Any]:
+    return grouped_query.settings_of(cfg, "num_local_experts")
+
+
+_DEFAULTS = {
+    "attention_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "max_position_embeddings": 2048,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "residual_multiplier": 1.0,
+    "rms_norm_eps": 1e-6,
+}
+GRANITE = Family(
+    "granite",
+    "GraniteForCausalLM",
+    _dense,
+    grouped_query.settings_of,
+    lambda cfg: IN_LAYER,
+    defaults=_DEFAULTS,
+)
+GRANITEMOE = Family(
+    "granitemoe",
+    "GraniteMoeForCausalLM",
+    _moe,
+    _moe_settings,
+    lambda cfg: IN_LAYER,
+    defaults=_DEFAULTS,
+)
+GRANITEMOESHARED = Family(
+    "granitemoeshared",
+    "GraniteMoeSharedForCausalLM",
+    _moe_shared,
+    _moe_settings,
+    lambda cfg: IN_LAYER,
+    defaults=_DEFAULTS,
+)

@@ -1,0 +1,228 @@
+"""Random models of transformers, and what it makes of our exports of them.
+
+It runs in a Python that has torch and transformers:
+
+    python -m tests.huggingface.random_models make FAMILY FOLDER
+    python -m tests.huggingface.random_models read FOLDER
+
+`make` writes models of random settings to FOLDER/0, FOLDER/1, ..., each with what it computes, as
+make_fixtures.py does. `read` loads each model in FOLDER without missing or unexpected tensors,
+writes its logits of asked.safetensors to answered.safetensors, and the model again to theirs/.
+"""
+
+import pathlib
+import random
+import sys
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.huggingface.make_fixtures import YARN, build, write
+from tests.huggingface.with_transformers import load
+
+NUM_MODELS = 6
+DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+ORIGINAL = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL}
+PLAIN_YARN = {"rope_type": "yarn", "beta_fast": 4.0, "beta_slow": 1.0, **ORIGINAL}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+ROPES = [DEFAULT, LINEAR, LLAMA3, PLAIN_YARN]
+BOTH = [False, True]
+MODEL = {
+    "num_hidden_layers": [2, 3],
+    "rms_norm_eps": [1e-5, 1e-6],
+    "rope_parameters": ROPES,
+    "tie_word_embeddings": BOTH,
+}
+GROUPED = {**MODEL, "num_key_value_heads": [1, 2, 4]}
+SHARED = {
+    "n_group": [1, 2],
+    "n_shared_experts": [1, 2],
+    "norm_topk_prob": BOTH,
+    "routed_scaling_factor": [1.0, 2.5],
+}
+LATENT = {
+    **MODEL,
+    "q_lora_rank": [None, 8],
+    "rope_parameters": [DEFAULT, LLAMA3, YARN, {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}],
+    "v_head_dim": [4, 6],
+}
+WINDOW, FULL = "sliding_attention", "full_attention"
+WINDOWED = {"use_sliding_window": BOTH, "sliding_window": [3, 5]}
+FACTORS = {
+    "attention_bias": BOTH,
+    "attention_multiplier": [0.4, 0.25, 0.1],
+    "embedding_multiplier": [1.0, 3.0, 12],
+    "logits_scaling": [1.0, 7.0, 8],
+    "residual_multiplier": [1.0, 0.3],
+}
+STRETCHED = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 1.0, "alpha": 50.0}
+HUNYUAN = {**GROUPED, "attention_bias": BOTH, "head_dim": [4, 6]}
+HUNYUAN |= {"rope_parameters": [DEFAULT, STRETCHED, {**STRETCHED, "alpha": 1000.0}]}
+LISTED = [None, ["sparse", "dense"], ["dense", "sparse"], ["sparse", "sparse"]]
+DENSE = {"first_k_dense_replace": [0, 1, 2]}
+
+
+def partial(*factors):
+    """Returns the rotary embeddings, each with a random one of these parts of a head."""
+    return [{**rope, "partial_rotary_factor": part} for rope in ROPES for part in factors]
+
+
+# Settings of each family, with the values that they are drawn from.
+CHOICES = {
+    "llama3": {**GROUPED, "attention_bias": BOTH},
+    "qwen3": {**GROUPED, "attention_bias": BOTH, "head_dim": [4, 8]},
+    "mixtral": {**GROUPED, "head_dim": [4, 8]},  # transformers scales no positions without it.
+    "olmoe": {**GROUPED, "clip_qkv": [None, 0.5], "norm_topk_prob": BOTH},
+    "qwen2_moe": {**GROUPED, "norm_topk_prob": BOTH, "mlp_only_layers": [[], [0], [1]]},
+    "qwen3_moe": {**GROUPED, "norm_topk_prob": BOTH, "mlp_only_layers": [[], [0], [1]]},
+    "deepseek_v2": {**LATENT, **DENSE, "n_shared_experts": [1, 2]},
+    "deepseek_v3": {**LATENT, **DENSE, **SHARED, "topk_group": [1]},
+    "gpt_oss": {**GROUPED, "sliding_window": [3, 5]},
+    "glm4_moe_lite": {
+        **LATENT,
+        **SHARED,
+        "mlp_layer_types": LISTED,
+        "num_hidden_layers": [2],
+    },
+    "glm4_moe": {
+        **GROUPED,
+        **SHARED,
+        **DENSE,
+        "attention_bias": BOTH,
+        "rope_parameters": partial(0.25, 0.5, 1.0),
+        "use_qk_norm": BOTH,
+    },
+    "solar_open": {**GROUPED, **SHARED, "attention_bias": BOTH},
+    "dots1": {
+        **GROUPED,
+        **SHARED,
+        **DENSE,
+        "attention_bias": BOTH,
+        "max_window_layers": [0, 1, 2],
+        "sliding_window": [None, 3, 5],
+    },
+    "ernie4_5_moe": {
+        **GROUPED,
+        "moe_layer_end_index": [-1, 1],
+        "moe_layer_interval": [1, 2],
+        "moe_layer_start_index": [0, 1],
+        "moe_num_shared_experts": [0, 1, 2],
+    },
+    "ernie4_5_vl_moe": {
+        "mlp_layer_types": LISTED,
+        "moe_num_shared_experts": [0, 1, 2],
+        "num_key_value_heads": [1, 2, 4],
+        "rms_norm_eps": [1e-5, 1e-6],
+    },
+    "qwen3_vl_moe": {
+        **{name: values for name, values in GROUPED.items() if name != "tie_word_embeddings"},
+        "attention_bias": BOTH,
+        "mlp_only_layers": [[], [0], [1]],
+    },
+    "exaone_moe": {
+        **GROUPED,
+        **DENSE,
+        **{name: values for name, values in SHARED.items() if name != "n_shared_experts"},
+        "num_shared_experts": [1, 2],
+        "sliding_window": [3, 5],
+        "sliding_window_pattern": [2, 3],
+    },
+    "hy_v3": {
+        **GROUPED,
+        "attention_bias": BOTH,
+        "mlp_layer_types": LISTED,
+        "num_hidden_layers": [2],
+        "num_shared_experts": [1, 2],
+        "router_scaling_factor": [1.0, 2.5],
+    },
+    "mistral4": {
+        **LATENT,
+        **SHARED,
+        **DENSE,
+        "rope_parameters": [
+            {**rope, "llama_4_scaling_beta": beta, "original_max_position_embeddings": 4}
+            for rope in (LINEAR, LLAMA3, YARN, {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0})
+            for beta in (0.0, 0.1, 0.5)
+        ],
+    },
+    "minimax_m2": {**GROUPED, "head_dim": [8, 16], "rotary_dim": [2, 4, 8]},
+    "qwen2": {**GROUPED, **WINDOWED, "max_window_layers": [0, 1, 2], "head_dim": [4, 6]},
+    "mistral": {**GROUPED, "sliding_window": [3, None], "head_dim": [4, 6]},
+    "smollm3": {
+        **GROUPED,
+        **WINDOWED,
+        "no_rope_layers": [[0, 1, 1], [1, 0, 1], [0, 0, 1], None],
+        "no_rope_layer_interval": [2, 3],
+    },
+    "olmo2": {**GROUPED, "attention_bias": BOTH, "head_dim": [4, 6]},
+    "olmo3": {
+        **GROUPED,
+        "attention_bias": BOTH,
+        "num_hidden_layers": [3],
+        "layer_types": [None, [FULL, WINDOW, FULL], [WINDOW, WINDOW, FULL], [FULL] * 3],
+        "rope_parameters": [{FULL: x, WINDOW: y} for x in ROPES for y in (DEFAULT, LLAMA3)],
+        "sliding_window": [3, 5],
+    },
+    "flex_olmo": {
+        **GROUPED,
+        "attention_bias": BOTH,
+        "norm_topk_prob": BOTH,
+        "num_experts": [4, 8],
+    },
+    "hunyuan_v1_dense": {**HUNYUAN},
+    "hunyuan_v1_moe": {**HUNYUAN, "moe_topk": [2, 3, [2, 3]], "num_hidden_layers": [2]},
+    "dbrx": {
+        "n_layers": [1, 2, 3],
+        "attn_config": [
+            {"kv_n_heads": n, "clip_qkv": clip, "rope_theta": 1e4}
+            for n in (1, 2, 4)
+            for clip in (0.5, 1.5, 8)
+        ],
+        "ffn_config": [
+            {
+                "ffn_hidden_size": 8,
+                "moe_num_experts": 4,
+                "moe_top_k": k,
+                "moe_normalize_expert_weights": power,
+            }
+            for k in (2, 3)
+            for power in (None, 1.0)
+        ],
+        "rope_parameters": ROPES,
+    },
+    "granite": {**GROUPED, **FACTORS},
+    "granitemoe": {**GROUPED, **FACTORS, "num_local_experts": [4, 8]},
+    "granitemoeshared": {**GROUPED, **FACTORS, "shared_intermediate_size": [0, 12]},
+}
+
+
+def make(family, folder):
+    """Writes the random models of a family."""
+    for number in range(NUM_MODELS):
+        draw = random.Random(f"{family} {number}")
+        settings = {name: draw.choice(values) for name, values in CHOICES[family].items()}
+        try:
+            write(build(family, number, **settings), folder / str(number))
+        except Exception as error:
+            error.add_note(f"{family} with {settings}")
+            raise
+
+
+def read(folder):
+    """Loads each model in a folder, and writes what it computes."""
+    for model_folder in sorted(folder.iterdir()):
+        model = load(model_folder)
+        ids = load_file(model_folder / "asked.safetensors")["input_ids"].long()
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits
+        save_file({"logits": logits.contiguous()}, model_folder / "answered.safetensors")
+        model.save_pretrained(model_folder / "theirs")
+
+
+if __name__ == "__main__":
+    command, *arguments = sys.argv[1:]
+    if command == "make":
+        make(arguments[0], pathlib.Path(arguments[1]))
+    else:
+        read(pathlib.Path(arguments[0]))
