@@ -272,12 +272,17 @@ def attention_with_bias(settings: Settings, **fields: Any) -> GroupedQueryAttent
     return attention(settings, qkv_bias=bias, output_bias=bias, **fields)
 
 
+def attention_of(cfg: CausalLM.Config) -> GroupedQueryAttention.Config:
+    """Returns the attention of a model, that of a layer with positions if there is one."""
+    layers = [layer.self_attention for layer in layers_of(cfg.decoder)]
+    attentions = [layer for layer in layers if isinstance(layer, GroupedQueryAttention.Config)]
+    rotated = (layer for layer in attentions if layer.rope is not None)
+    return expect(next(rotated, (attentions or layers)[0]), GroupedQueryAttention.Config)
+
+
 def attention_settings(cfg: CausalLM.Config, *, partial_rotary: bool = False) -> dict[str, Any]:
     """Returns the settings that `model` and `attention` read."""
-    layers = [layer.self_attention for layer in layers_of(cfg.decoder)]
-    # Layers without positions have none.
-    attention = next((layer for layer in layers if layer.rope is not None), layers[0])
-    attention = expect(attention, GroupedQueryAttention.Config)
+    attention = attention_of(cfg)
     head_dim = attention.head_dim or cfg.dim // attention.num_heads
     rope = attention.rope or RotaryEmbedding.default_config()
     rope = rope_settings(rope, head_dim if partial_rotary else None)
@@ -290,7 +295,8 @@ def attention_settings(cfg: CausalLM.Config, *, partial_rotary: bool = False) ->
     }
 
 
-WINDOWED, FULL = "sliding_attention", "full_attention"
+# Kinds of layers in `layer_types`.
+WINDOWED, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 
 def windows(settings: Settings, default: Callable[[int], bool]) -> list[int | None]:

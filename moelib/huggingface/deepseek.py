@@ -20,18 +20,15 @@ from moelib.layers.norm import RMSNorm
 from moelib.layers.rope import RotaryEmbedding, yarn_mscale
 from moelib.models.causal_lm import CausalLM
 
-_LATENT_EPS = 1e-6  # Epsilon of the latents' norms, which does not follow rms_norm_eps.
+LATENT_EPS = 1e-6  # Epsilon of the latents' norms, which does not follow rms_norm_eps.
 
 
-def _in_layer(cfg: CausalLM.Config) -> Table:
-    """Returns the tensors of a layer; the down projection of keys and values is one tensor."""
-    layer = blocks.layers_of(cfg.decoder)[0]
-    attention = blocks.expect(layer.self_attention, LatentAttention.Config)
+def latent_in_layer(attention: LatentAttention.Config) -> Table:
+    """Returns the tensors of attention; the down projection of keys and values is one tensor."""
     nope, latent = attention.nope_head_dim, attention.kv_lora_rank
     both = latent + attention.rope_head_dim
     kv_down = "self_attn.kv_a_proj_with_mqa.weight"
     return {
-        **blocks.NORMS,
         "self_attention/q": [
             Part("self_attn.q_proj.weight", "(h k) d -> d h k", pairs_from=nope),
         ],
@@ -45,11 +42,16 @@ def _in_layer(cfg: CausalLM.Config) -> Table:
         "self_attention/kv_norm/scale": [Part("self_attn.kv_a_layernorm.weight", "r -> r")],
         "self_attention/kv_up": [Part("self_attn.kv_b_proj.weight", "(h k) r -> r h k")],
         "self_attention/output": [Part("self_attn.o_proj.weight", "d (h k) -> h k d")],
-        **deepseek_moe.IN_LAYER,
     }
 
 
-_ATTENTION = {  # Our field -> its setting.
+def _in_layer(cfg: CausalLM.Config) -> Table:
+    attention = blocks.layers_of(cfg.decoder)[0].self_attention
+    latent = latent_in_layer(blocks.expect(attention, LatentAttention.Config))
+    return {**blocks.NORMS, **latent, **deepseek_moe.IN_LAYER}
+
+
+ATTENTION = {  # Our field -> its setting.
     "num_heads": "num_attention_heads",
     "q_lora_rank": "q_lora_rank",
     "kv_lora_rank": "kv_lora_rank",
@@ -65,7 +67,7 @@ def _attention(
     """Returns the attention; `also_read` and `head_dim` are as in `blocks.rope`."""
     settings.expect(attention_bias=False)
     settings.skip("num_key_value_heads", "head_dim", "qk_head_dim")
-    fields = {field: settings.take(name) for field, name in _ATTENTION.items()}
+    fields = {field: settings.take(name) for field, name in ATTENTION.items()}
     parameters, name = blocks.rope_parameters(settings), "mscale_all_dim"
     scales = parameters["rope_type"] != "default" and parameters.get(name)
     also_read = (*also_read, name) if scales else also_read
@@ -73,7 +75,7 @@ def _attention(
     return LatentAttention.default_config().set(
         **fields,
         rope=rope,
-        norm=RMSNorm.default_config().set(eps=_LATENT_EPS),
+        norm=RMSNorm.default_config().set(eps=LATENT_EPS),
         score_factor=yarn_mscale(rope.factor, scales) ** 2 if scales else 1.0,
     )
 
@@ -155,7 +157,7 @@ def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
         rope["mscale_all_dim"] = _mscale_all_dim(attention.score_factor, rope["factor"])
     return {
         **blocks.model_settings(cfg),
-        **{name: getattr(attention, field) for field, name in _ATTENTION.items()},
+        **{name: getattr(attention, field) for field, name in ATTENTION.items()},
         **deepseek_moe.moe_settings(cfg),
         "num_key_value_heads": attention.num_heads,
         **blocks.rope_spellings(rope),

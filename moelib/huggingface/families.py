@@ -18,7 +18,9 @@ from moelib.huggingface.family import Family
 from moelib.huggingface.glm import DOTS1, EXAONE_MOE, GLM4_MOE, HY_V3, SOLAR_OPEN
 from moelib.huggingface.gpt_oss import GPT_OSS
 from moelib.huggingface.granite import GRANITE, GRANITEMOE, GRANITEMOESHARED
+from moelib.huggingface.granite_hybrid import GRANITEMOEHYBRID
 from moelib.huggingface.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
+from moelib.huggingface.kimi_linear import KIMI_LINEAR
 from moelib.huggingface.llama import LLAMA, QWEN3
 from moelib.huggingface.minimax import MINIMAX_M2
 from moelib.huggingface.mixture import (
@@ -29,10 +31,12 @@ from moelib.huggingface.mixture import (
     QWEN3_MOE,
 )
 from moelib.huggingface.olmo import FLEX_OLMO, OLMO2, OLMO3
+from moelib.huggingface.qwen_next import QWEN3_5_MOE, QWEN3_NEXT
 from moelib.huggingface.settings import Settings
 from moelib.huggingface.tensor_mapping import TensorMapping, expand
 from moelib.huggingface.text_parts import ERNIE4_5_VL_MOE, QWEN3_VL_MOE
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
+from moelib.layers.mixers.delta_net import DeltaNet
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.router import GroupScore, Router, Score
 from moelib.layers.quantization import Quantization
@@ -46,6 +50,7 @@ FAMILIES = (
     *(KIMI_K2, GLM4_MOE_LITE, SOLAR_OPEN, GLM4_MOE, DOTS1, EXAONE_MOE, HY_V3, MINIMAX_M2, MISTRAL4),
     *(ERNIE4_5_MOE, QWEN3_VL_MOE, ERNIE4_5_VL_MOE),
     *(FLEX_OLMO, GRANITEMOE, GRANITEMOESHARED, HUNYUAN_MOE, DBRX),
+    *(QWEN3_NEXT, QWEN3_5_MOE, KIMI_LINEAR, GRANITEMOEHYBRID),
 )
 
 # Families whose rotary embeddings are more than one `rope_parameters`.
@@ -231,6 +236,8 @@ def _computed(cfg: CausalLM.Config) -> dict[str, Any]:
         if isinstance(attention, GroupedQueryAttention.Config):
             attention.num_kv_heads = attention.num_kv_heads or attention.num_heads
             attention.head_dim = attention.head_dim or cfg.dim // attention.num_heads
+        if isinstance(attention, DeltaNet.Config):
+            attention.num_key_heads = attention.num_key_heads or attention.num_value_heads
         if isinstance(layer.feed_forward, MoELayer.Config):
             router = layer.feed_forward.router
             if (

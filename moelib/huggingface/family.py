@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from moelib.huggingface.settings import Settings
-from moelib.huggingface.tensor_mapping import Table
+from moelib.huggingface.tensor_mapping import LayerTable, Table
 from moelib.models.causal_lm import CausalLM
 
 
@@ -18,8 +18,9 @@ class Family(NamedTuple):
     # Function from a model config to settings, from which `model` gives it again. Those that it
     # does not read are not written.
     settings: Callable[[CausalLM.Config], dict[str, Any]]
-    # Function from a model config to the tensors of a layer; a layer need not have all.
-    in_layer: Callable[[CausalLM.Config], Table]
+    # Function from a model config to the tensors of a layer, of which a layer need not have all; or
+    # to a function from a layer's config to its tensors.
+    in_layer: Callable[[CausalLM.Config], Table | LayerTable]
     # Defaults of transformers for settings that may be absent from config.json.
     defaults: Mapping[str, Any] = {}
     # Function from a model config to regular expressions of tensors that are not read.

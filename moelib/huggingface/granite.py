@@ -9,7 +9,9 @@ from moelib.huggingface import blocks, grouped_query, llama
 from moelib.huggingface.family import Family
 from moelib.huggingface.settings import Settings
 from moelib.huggingface.tensor_mapping import Part, Table
+from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.feed_forward import FeedForward
+from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.router import Router, Score
 from moelib.models.causal_lm import CausalLM
 
@@ -33,37 +35,54 @@ def _factor(settings: Settings, name: str, without: float = 1.0) -> float | None
     return None if value == without else value
 
 
-def _model(settings: Settings, feed_forward: Any) -> CausalLM.Config:
-    attention = blocks.attention_with_bias(settings)
+def attention_of(settings: Settings, **fields: Any) -> GroupedQueryAttention.Config:
+    """Returns attention with `attention_multiplier`."""
+    attention = blocks.attention_with_bias(settings, **fields)
     usual = blocks.expect(attention.head_dim, int) ** -0.5
-    attention.score_scale = _factor(settings, "attention_multiplier", without=usual)
+    return attention.set(score_scale=_factor(settings, "attention_multiplier", without=usual))
+
+
+def model_of(settings: Settings, feed_forward: Any, mixers: Any = None) -> CausalLM.Config:
+    """Returns the model with Granite's factors; `mixers` are by default attention."""
+    mixers = mixers or attention_of(settings)
     embedding_scale = _factor(settings, "embedding_multiplier")
     logit_divisor = _factor(settings, "logits_scaling")
     residual_scale = _factor(settings, "residual_multiplier")
-    cfg = blocks.model(settings, attention, feed_forward, residual_scale=residual_scale)
+    cfg = blocks.model(settings, mixers, feed_forward, residual_scale=residual_scale)
     cfg.embedding.scale = embedding_scale
     return cfg.set(logit_divisor=logit_divisor)
 
 
 def _dense(settings: Settings) -> CausalLM.Config:
-    return _model(settings, grouped_query.feed_forward(settings))
+    return model_of(settings, grouped_query.feed_forward(settings))
 
 
-def _moe(settings: Settings, shared: FeedForward.Config | None = None) -> CausalLM.Config:
+def moe_of(settings: Settings, shared: FeedForward.Config | None = None) -> MoELayer.Config:
+    """Returns a layer of experts."""
     router = Router.default_config().set(score=Score.SOFTMAX_AFTER_TOP_K)
-    return _model(settings, blocks.moe(settings, *_NAMES, router=router, shared_experts=shared))
+    return blocks.moe(settings, *_NAMES, router=router, shared_experts=shared)
+
+
+def shared_of(settings: Settings) -> FeedForward.Config | None:
+    """Returns the shared experts."""
+    hidden_dim = settings.take("shared_intermediate_size", 0)
+    return blocks.feed_forward(hidden_dim) if hidden_dim else None
+
+
+def _moe(settings: Settings) -> CausalLM.Config:
+    return model_of(settings, moe_of(settings))
 
 
 def _moe_shared(settings: Settings) -> CausalLM.Config:
-    hidden_dim = settings.take("shared_intermediate_size", 0)
-    return _moe(settings, blocks.feed_forward(hidden_dim) if hidden_dim else None)
+    return model_of(settings, moe_of(settings, shared_of(settings)))
 
 
-def _moe_settings(cfg: CausalLM.Config) -> dict[str, Any]:
+def moe_settings(cfg: CausalLM.Config) -> dict[str, Any]:
+    """Returns the settings that these functions read."""
     return grouped_query.settings_of(cfg, "num_local_experts")
 
 
-_DEFAULTS = {
+DEFAULTS = {
     "attention_multiplier": 1.0,
     "embedding_multiplier": 1.0,
     "logits_scaling": 1.0,
@@ -79,21 +98,21 @@ GRANITE = Family(
     _dense,
     grouped_query.settings_of,
     lambda cfg: IN_LAYER,
-    defaults=_DEFAULTS,
+    defaults=DEFAULTS,
 )
 GRANITEMOE = Family(
     "granitemoe",
     "GraniteMoeForCausalLM",
     _moe,
-    _moe_settings,
+    moe_settings,
     lambda cfg: IN_LAYER,
-    defaults=_DEFAULTS,
+    defaults=DEFAULTS,
 )
 GRANITEMOESHARED = Family(
     "granitemoeshared",
     "GraniteMoeSharedForCausalLM",
     _moe_shared,
-    _moe_settings,
+    moe_settings,
     lambda cfg: IN_LAYER,
-    defaults=_DEFAULTS,
+    defaults=DEFAULTS,
 )

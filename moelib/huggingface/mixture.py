@@ -92,7 +92,7 @@ def _olmoe_settings(cfg: CausalLM.Config) -> dict[str, Any]:
     return settings
 
 
-def _qwen_feed_forwards(settings: Settings, **fields: Any) -> list[BaseLayer.Config]:
+def qwen_feed_forwards(settings: Settings, **fields: Any) -> list[BaseLayer.Config]:
     """Returns each layer's part, dense according to `mlp_only_layers`, `decoder_sparse_step`.
 
     The fields are those of the MoE layers.
@@ -112,8 +112,8 @@ def _qwen_feed_forwards(settings: Settings, **fields: Any) -> list[BaseLayer.Con
     ]
 
 
-def _qwen_settings(cfg: CausalLM.Config) -> dict[str, Any]:
-    """Returns the settings that Qwen2-MoE and Qwen3-MoE share."""
+def qwen_settings(cfg: CausalLM.Config) -> dict[str, Any]:
+    """Returns the settings that Qwen2-MoE, Qwen3-MoE and Qwen3-Next share."""
     kinds = [layer.feed_forward for layer in blocks.layers_of(cfg.decoder)]
     dense = [n for n, kind in enumerate(kinds) if isinstance(kind, FeedForward.Config)]
     hidden_dims = {kinds[n].hidden_dim for n in dense} or {4 * cfg.dim}  # Or unused.
@@ -132,19 +132,19 @@ def _qwen_settings(cfg: CausalLM.Config) -> dict[str, Any]:
 def _qwen3_moe(settings: Settings) -> CausalLM.Config:
     blocks.expect_full_attention(settings)
     attention = blocks.attention_with_bias(settings, qk_norm=blocks.norm(settings))
-    return blocks.model(settings, attention, _qwen_feed_forwards(settings))
+    return blocks.model(settings, attention, qwen_feed_forwards(settings))
 
 
 def _qwen3_moe_settings(cfg: CausalLM.Config) -> dict[str, Any]:
     bias = cfg.decoder.block[0].self_attention.qkv_bias
-    return {**_qwen_settings(cfg), "attention_bias": bias}
+    return {**qwen_settings(cfg), "attention_bias": bias}
 
 
 def _qwen2_moe(settings: Settings, *, shared_gate: bool = True) -> CausalLM.Config:
     blocks.expect_full_attention(settings)
     attention = blocks.attention(settings, qkv_bias=settings.take("qkv_bias", True))
     shared = blocks.feed_forward(settings.take("shared_expert_intermediate_size"))
-    parts = _qwen_feed_forwards(settings, shared_experts=shared, shared_gate=shared_gate)
+    parts = qwen_feed_forwards(settings, shared_experts=shared, shared_gate=shared_gate)
     return blocks.model(settings, attention, parts)
 
 
@@ -153,7 +153,7 @@ def _qwen2_moe_settings(cfg: CausalLM.Config) -> dict[str, Any]:
     if shared is None:
         raise ValueError("MoE layers of Qwen2-MoE have shared experts in transformers.")
     settings = {
-        **_qwen_settings(cfg),
+        **qwen_settings(cfg),
         "qkv_bias": blocks.layers_of(cfg.decoder)[0].self_attention.qkv_bias,
         "shared_expert_intermediate_size": shared.hidden_dim,
     }

@@ -52,17 +52,20 @@ def _list_of(kind: type, text: str) -> _Kind:
 _MAX_LAYERS, _MAX_SIZE = 1000, 10**9
 _KINDS = {
     **_integer(1, _MAX_LAYERS).names(
-        "decoder_sparse_step no_rope_layer_interval num_hidden_layers"
+        "decoder_sparse_step full_attention_interval no_rope_layer_interval num_hidden_layers"
     ),
     **_integer(0, _MAX_LAYERS).names(
         "first_k_dense_replace max_window_layers moe_num_shared_experts num_nextn_predict_layers"
     ),
-    **_integer(0, _MAX_SIZE).names("qk_nope_head_dim shared_intermediate_size"),
+    **_integer(0, _MAX_SIZE).names("num_local_experts qk_nope_head_dim shared_intermediate_size"),
     **_integer(1, _MAX_SIZE).names(
         "head_dim? hidden_size intermediate_size kv_lora_rank max_position_embeddings? "
+        "linear_conv_kernel_dim linear_head_dim linear_key_head_dim linear_num_heads "
+        "linear_num_key_heads linear_num_value_heads linear_value_head_dim "
         "moe_intermediate_size moe_k moe_num_experts n_group? n_routed_experts n_shared_experts? "
         "num_attention_heads num_experts num_experts_per_tok num_key_value_heads? "
-        "num_local_experts num_shared_experts original_max_position_embeddings? q_lora_rank? "
+        "mamba_d_conv mamba_d_state mamba_expand mamba_n_groups mamba_n_heads "
+        "num_shared_experts original_max_position_embeddings? q_lora_rank? "
         "qk_rope_head_dim rotary_dim? shared_expert_intermediate_size sliding_window? topk_group? "
         "v_head_dim vocab_size"
     ),
@@ -98,8 +101,8 @@ _KINDS = {
         ),
     ).names("moe_topk"),
     **_Kind("true or false", lambda x: type(x) is bool).names(
-        "attention_bias norm_topk_prob qkv_bias tie_word_embeddings truncate? use_qk_norm "
-        "use_sliding_window"
+        "attention_bias mamba_conv_bias norm_topk_prob qkv_bias tie_word_embeddings truncate? "
+        "use_qk_norm use_sliding_window"
     ),
     **_Kind(
         "an integer above 0 or a text", lambda x: isinstance(x, str) or (type(x) is int and x > 0)
@@ -107,7 +110,7 @@ _KINDS = {
     **_list_of(int, "a list of integers").names("mlp_only_layers? no_rope_layers?"),
     **_list_of(str, "a list of texts").names("layer_types? mlp_layer_types?"),
     **_Kind("an object", lambda x: isinstance(x, dict)).names(
-        "attn_config? ffn_config? rope_parameters? rope_scaling? text_config"
+        "attn_config? ffn_config? linear_attn_config? rope_parameters? rope_scaling? text_config"
     ),
 }
 
@@ -188,6 +191,10 @@ class Settings:
                 raise UserError(
                     f"{self.source}: {name}={shortened(found)}; moelib supports only {value!r}."
                 )
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Gives settings that a family spells differently the names that others have."""
+        self.values = {names.get(name, name): x for name, x in self.values.items()}
 
     def skip(self, *names: str) -> None:
         """Marks settings as read that follow from others."""

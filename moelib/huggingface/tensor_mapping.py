@@ -6,7 +6,7 @@ relates them. `expand` writes the table out for a whole model: each layer, exper
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import einops
@@ -28,8 +28,11 @@ class Part(NamedTuple):
     # Index into the leading dimensions of the parameter: a number, None for the whole dimension, or
     # "e" for the expert's number.
     index: tuple[int | str | None, ...] = ()
-    # Range (start, stop) of the tensor's first dimension, if the tensor holds more.
+    # Range (start, stop) of the tensor's first dimension, if the tensor holds more, or of each of
+    # `row_groups` equal parts of it, as for heads whose queries, keys and values are next to each
+    # other.
     rows: tuple[int, int] | None = None
+    row_groups: int = 1
     num_rows: int | None = None  # Rows of that tensor if no parts hold the last of them.
     # First entry of the parameter's last dimension from which rotary pairs are interleaved (2i, 2i
     # + 1) in the tensor but split into halves in the parameter.
@@ -41,6 +44,7 @@ class Part(NamedTuple):
 
 # Parameter path within a layer or the model -> the tensors that make it up.
 Table = Mapping[str, Sequence[Part]]
+LayerTable = Callable[[Any], Table]  # From the config of a layer to its table.
 
 
 class TensorMapping(NamedTuple):
@@ -52,7 +56,7 @@ class TensorMapping(NamedTuple):
     part: Part  # The entry of the table.
 
 
-def expand(model: Any, in_model: Table, in_layer: Table) -> list[TensorMapping]:
+def expand(model: Any, in_model: Table, in_layer: Table | LayerTable) -> list[TensorMapping]:
     """Returns the mapping of every tensor of a `CausalLM` whose decoder is a `BaseStack`.
 
     The tables have the parameters outside the layers, and those of one layer. The modules of
@@ -68,9 +72,11 @@ def expand(model: Any, in_model: Table, in_layer: Table) -> list[TensorMapping]:
         first, _, rest = path.partition("/")
         name, _, inside = rest.partition("/")
         if first == "decoder":
-            parts, numbers = in_layer.get(inside), layers[name]
+            layer = model.children[first].children[name].config
+            parts, numbers = _table_of(layer, in_layer).get(inside), layers[name]
         elif first == MULTI_TOKEN:
-            parts = in_layer.get(inside.removeprefix("decoder/layer0/"))
+            layer = model.config.multi_token_prediction.module.layer
+            parts = _table_of(layer, in_layer).get(inside.removeprefix("decoder/layer0/"))
             numbers = [model.config.decoder.num_layers + int(name.removeprefix("depth")) - 1]
         else:
             parts, numbers = in_model.get(path), [None]
@@ -81,6 +87,10 @@ def expand(model: Any, in_model: Table, in_layer: Table) -> list[TensorMapping]:
     if unknown:
         raise ValueError(f"No tensor of the Hugging Face model holds {', '.join(unknown)}.")
     return mappings
+
+
+def _table_of(layer: Any, in_layer: Table | LayerTable) -> Table:
+    return in_layer(layer) if callable(in_layer) else in_layer
 
 
 def layer_numbers(decoder: BaseStack) -> Iterator[tuple[str, list[int]]]:
@@ -129,6 +139,24 @@ def tensor_shape(mapping: TensorMapping, shape: Sequence[int]) -> tuple[int, ...
         math.prod(sizes[n] for n in group.split()) if group else sizes[single]
         for group, single in groups
     )
+
+
+def take_rows(tensor: Any, part: Part) -> Any:
+    """Returns the rows of a tensor that a part holds."""
+    if part.rows is None:
+        return tensor
+    groups = tensor.reshape(part.row_groups, -1, *tensor.shape[1:])
+    return groups[:, slice(*part.rows)].reshape(-1, *tensor.shape[1:])
+
+
+def join_rows(pieces: Sequence[tuple[np.ndarray, Part]]) -> np.ndarray:
+    """Returns the tensor whose rows these parts hold, all of them; inverse of `take_rows`."""
+    groups = [
+        rows.reshape(part.row_groups, -1, *rows.shape[1:])
+        for rows, part in sorted(pieces, key=lambda piece: piece[1].rows or (0, 0))
+    ]
+    joined = groups[0] if len(groups) == 1 else np.concatenate(groups, axis=1)
+    return joined.reshape(-1, *joined.shape[2:])
 
 
 def to_parameter(tensor: Any, mapping: TensorMapping, shape: Sequence[int]) -> Any:

@@ -18,8 +18,10 @@ from moelib.core.errors import UserError
 from moelib.core.tree import Nested
 from moelib.huggingface.tensor_mapping import (
     TensorMapping,
+    join_rows,
     part_shape,
     slices,
+    take_rows,
     tensor_shape,
     to_parameter,
     to_tensor,
@@ -89,9 +91,7 @@ def load_parameters(
             index = slices(mapping.index, target.shape)
             if not shards.hold(index):
                 continue
-            tensor = source.read(mapping.tensor)
-            if mapping.part.rows is not None:
-                tensor = tensor[slice(*mapping.part.rows)]
+            tensor = take_rows(source.read(mapping.tensor), mapping.part)
             _check_values(tensor, mapping.tensor, target.dtype)
             shards.write(index, to_parameter(tensor, mapping, target.shape))
         return shards.array()
@@ -112,9 +112,8 @@ def checkpoint_tensors(
     for mapping in mappings:
         by_tensor.setdefault(mapping.tensor, []).append(mapping)
     for name, parts in by_tensor.items():
-        parts = sorted(parts, key=lambda mapping: mapping.part.rows or (0, 0))
-        pieces = [to_tensor(_read_part(by_path[m.path], m), m) for m in parts]
-        yield name, np.ascontiguousarray(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
+        pieces = [(to_tensor(_read_part(by_path[m.path], m), m), m.part) for m in parts]
+        yield name, np.ascontiguousarray(join_rows(pieces))
 
 
 def _as_stored(source: Source, mapping: TensorMapping, shape: tuple[int, ...]) -> TensorMapping:
@@ -136,7 +135,7 @@ def _check_tensors(
     for mapping in mappings:
         shape = tensor_shape(mapping, shapes[mapping.path])
         if mapping.part.rows is not None:  # The tensor spans the rows of all of its parts.
-            stop = mapping.part.num_rows or mapping.part.rows[1]
+            stop = mapping.part.num_rows or mapping.part.row_groups * mapping.part.rows[1]
             stop = max(stop, *wanted.get(mapping.tensor, (0,))[:1])
             shape = (stop, *shape[1:])
         wanted[mapping.tensor] = shape

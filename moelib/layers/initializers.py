@@ -54,3 +54,25 @@ def constant(value: float = 0.0) -> Initializer:
         return jnp.full(spec.shape, value, spec.dtype)
 
     return init
+
+
+@functools.cache
+def log_of_uniform(low: float, high: float) -> Initializer:
+    """Returns an initializer to the logarithms of draws from U(low, high)."""
+
+    def init(key: jax.Array, spec: ParameterSpec) -> jax.Array:
+        values = jax.random.uniform(key, spec.shape, jnp.float32, low, high)
+        return jnp.log(values).astype(spec.dtype)
+
+    return init
+
+
+@functools.cache
+def inverse_softplus(low: float, high: float) -> Initializer:
+    """Returns an initializer to values whose softplus is distributed log-uniformly over a range."""
+
+    def init(key: jax.Array, spec: ParameterSpec) -> jax.Array:
+        log = jax.random.uniform(key, spec.shape, jnp.float32, math.log(low), math.log(high))
+        return jnp.log(jnp.expm1(jnp.exp(log))).astype(spec.dtype)
+
+    return init

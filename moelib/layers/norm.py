@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moelib.core.config import REQUIRED, Required, config_class
-from moelib.core.config_types import PositiveFloat
+from moelib.core.config_types import PositiveFloat, PositiveInt
 from moelib.core.param import ParameterSpec
 from moelib.layers import initializers
 from moelib.layers.base import BaseLayer, bias_spec
@@ -32,11 +32,25 @@ class BaseNorm(BaseLayer):
 class RMSNorm(BaseNorm):
     """x / rms(x) * scale. Source: Zhang and Sennrich, arXiv:1910.07467, eq. 4."""
 
+    @config_class
+    class Config(BaseNorm.Config):
+        zero_centered: bool = False  # Whether the parameter is the scale minus 1, from 0.
+        num_groups: PositiveInt = 1  # Equal parts of D, each divided by its own rms (Mamba-2).
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        if not self.config.zero_centered:
+            return super()._create_layer_parameter_specs()
+        return {"scale": bias_spec((self.config.dim,), ("norm",))}
+
     def forward(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """Returns the normalized x, in the dtype of x."""
+        cfg: RMSNorm.Config = self.config
         x32 = x.astype(jnp.float32)
-        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), -1, keepdims=True) + self.config.eps)
-        return (x32 * inverse * self._scaled(x)).astype(x.dtype)
+        if cfg.num_groups > 1:
+            x32 = x32.reshape(*x.shape[:-1], cfg.num_groups, -1)
+        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), -1, keepdims=True) + cfg.eps)
+        scale = self._scaled(x) + 1.0 if cfg.zero_centered else self._scaled(x)
+        return ((x32 * inverse).reshape(x.shape) * scale).astype(x.dtype)
 
 
 class LayerNorm(BaseNorm):

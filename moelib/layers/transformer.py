@@ -35,6 +35,13 @@ Stream = tuple[Array, dict[str, Array]]
 class TransformerLayer(BaseLayer):
     """Pre-norm layer: x += attention(norm(x)); x += feed_forward(norm(x)).
 
+    `self_attention` holds any layer that mixes the tokens of a document, with the method
+    `forward(x [B S D], *, positions [B S], segment_ids [B S] | None) -> [B S D]`. A token sees
+    itself and earlier tokens of its segment; segment 0 is padding, which changes no other token. To
+    generate without computing all tokens again, the layer declares `_create_layer_cache_specs`.
+    Called with a cache, it gets whole prompts (S above 1, padded at the end), then one new token of
+    each sequence (S = 1), and returns the cache with them by `put_cache`.
+
     With `output_norm` and without `norm` it is the layer of OLMo 2, arXiv:2501.00656: x +=
     norm(attention(x)); x += norm(feed_forward(x)).
     """

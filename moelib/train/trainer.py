@@ -367,6 +367,8 @@ class SpmdTrainer(StepProgram):
                 return batches
             if phases.begins_after(cfg, start.step) or "data" in (cfg.accept_changes or ()):
                 batches.follow(position)
+                if batches.state()["input"] != position.get("input"):
+                    self.folder.note("other_data", step=start.step)
             else:
                 batches.restore(position)
             return batches

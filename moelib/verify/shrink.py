@@ -16,6 +16,7 @@ from moelib.data.batches.lm_input import LMInput
 from moelib.data.batches.mixture import Mixture
 from moelib.data.batches.packing import LongDocuments
 from moelib.data.batches.synthetic import SyntheticTokens
+from moelib.layers.mixers.delta_net import DeltaNet
 from moelib.learner.moments import MomentFormat
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.verify.batches import vocab_size
@@ -24,7 +25,11 @@ _WIDTHS = ("dim", "input_dim", "output_dim", "hidden_dim", "embedding_dim", "mod
            "q_lora_rank", "kv_lora_rank", "rank")  # fmt: skip
 _VOCABULARIES = ("vocab_size", "num_embeddings")
 # With few rotary pairs, the ramp of YaRN would begin at the first one whatever `beta_fast`.
-_HEAD_DIMS = {"head_dim": 8, "nope_head_dim": 8, "rope_head_dim": 16, "v_head_dim": 6}
+_HEAD_DIMS = {"head_dim": 8, "nope_head_dim": 8, "rope_head_dim": 16, "v_head_dim": 6,
+              "key_head_dim": 8, "value_head_dim": 6}  # fmt: skip
+_STATE_EPS = 0.1
+# Fields of the heads of a layer, and of those that they share.
+_HEADS = ("num_heads", "num_kv_heads"), ("num_value_heads", "num_key_heads")
 _WINDOW, _SEQ_LEN, _MAX_STEP = 7, 32, 8
 _SMALL_WIDTH = 32  # Widths up to this stay.
 
@@ -47,9 +52,11 @@ def shrink(cfg: Any, num_devices: int) -> tuple[Any, list[Change]]:
     small = cfg.clone()
     _fewer_layers(small, num_blocks=2 if cfg.pipeline_schedule is None else 3)
     for holder in _configs(small.model):
-        _smaller_heads(holder, num_devices)
+        for names in _HEADS:
+            _smaller_heads(holder, num_devices, *names)
         _fewer_experts(holder, num_devices)
     _smaller_widths(small.model, num_devices)
+    _larger_eps(small.model)
     _smaller(small.model, _VOCABULARIES, lambda size: _with_same_divisors(size, num_devices, 64))
     _smaller(small.model, ("window",), lambda _: _WINDOW)
     _make_runnable(small)
@@ -111,25 +118,37 @@ def _fewer_layers(cfg: Any, num_blocks: int) -> None:
         holder.set(first_layers=kept, num_layers=len(kept) + min(repeats, num_blocks) * len(block))
 
 
-def _smaller_heads(cfg: ConfigBase, num_devices: int) -> None:
-    sizes = _sizes(cfg, ("num_heads", "num_kv_heads"))
-    if "num_heads" not in sizes:
+def _smaller_heads(cfg: ConfigBase, num_devices: int, many: str, few: str) -> None:
+    sizes = _sizes(cfg, (many, few))
+    if many not in sizes:
         return
-    heads, kv_heads = sizes["num_heads"], sizes.get("num_kv_heads")
-    if kv_heads is None:
-        cfg.set(num_heads=_with_same_divisors(heads, num_devices, 2))
+    heads, shared = sizes[many], sizes.get(few)
+    if shared is None:
+        cfg.set(**{many: _with_same_divisors(heads, num_devices, 2)})
     else:
-        few = _with_same_divisors(kv_heads, num_devices, 1)
-        ratio = heads // kv_heads
+        num_shared = _with_same_divisors(shared, num_devices, 1)
+        ratio = heads // shared
         num_heads = next(
-            few * n
+            num_shared * n
             for n in range(min(ratio, 2), ratio + 1)
-            if math.gcd(few * n, num_devices) == math.gcd(heads, num_devices) or n == ratio
+            if math.gcd(num_shared * n, num_devices) == math.gcd(heads, num_devices) or n == ratio
         )
-        cfg.set(num_heads=num_heads, num_kv_heads=few)
+        cfg.set(**{many: num_heads, few: num_shared})
     fields = dict(cfg.items())  # An unset `head_dim` would be the width over few heads.
     cfg.set(**{name: size for name, size in _HEAD_DIMS.items() if name in fields})
     _smaller(cfg, ("rotary_dim",), lambda _: 4)
+
+
+def _larger_eps(cfg: ConfigBase) -> None:
+    """Raises the epsilon of norms of what states hold, and of norms with the same one.
+
+    A state of few tokens holds little, of which a norm would magnify the rounding.
+    """
+    mixers = [each for each in _configs(cfg) if isinstance(each, DeltaNet.Config)]
+    held = {mixer.norm.eps for mixer in mixers}
+    for holder in _configs(cfg):
+        if dict(holder.items()).get("eps") in held:
+            holder.set(eps=_STATE_EPS)
 
 
 def _fewer_experts(cfg: ConfigBase, num_devices: int) -> None:

@@ -88,6 +88,18 @@ YARN = {
     "mscale": 0.707,
     "mscale_all_dim": 0.707,
 }
+QWEN_NEXT = {
+    **SHAPE,
+    **EXPERTS,
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "linear_key_head_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 5,
+    "rms_norm_eps": 1e-2,  # With less, norms of small outputs of heads magnify rounding.
+    "shared_expert_intermediate_size": 12,
+}
 FAMILIES = {
     "llama3": (
         transformers.LlamaConfig,
@@ -138,6 +150,25 @@ FAMILIES = {
     "qwen3_moe": (
         transformers.Qwen3MoeConfig,
         {**SHAPE, **EXPERTS, "intermediate_size": 24, "head_dim": 8, "norm_topk_prob": True},
+    ),
+    "qwen3_next": (
+        transformers.Qwen3NextConfig,
+        {**QWEN_NEXT, "intermediate_size": 24, "mlp_only_layers": [1]},
+    ),
+    "qwen3_5_moe": (transformers.Qwen3_5MoeTextConfig, QWEN_NEXT),
+    "kimi_linear": (
+        transformers.KimiLinearConfig,
+        {
+            **{name: x for name, x in DEEPSEEK.items() if name != "n_routed_experts"},
+            "num_local_experts": 8,
+            "num_hidden_layers": 4,
+            "first_k_dense_replace": 0,  # transformers renames the tensors of dense layers.
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "rms_norm_eps": 1e-2,  # As above.
+            "pad_token_id": None,  # Its embedding would get no gradient.
+        },
     ),
     "deepseek_v2": (
         transformers.DeepseekV2Config,
@@ -250,6 +281,19 @@ FAMILIES = {
             "intermediate_size": 8,
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
+            "shared_intermediate_size": 12,
+        },
+    ),
+    "granitemoehybrid": (
+        transformers.GraniteMoeHybridConfig,
+        {
+            **GRANITE,
+            "intermediate_size": 8,
+            "layer_types": ["linear_attention", "full_attention"],
+            "mamba_d_state": 6,
+            "mamba_n_groups": 2,
+            "mamba_n_heads": 4,
+            "num_local_experts": 4,
             "shared_intermediate_size": 12,
         },
     ),
@@ -473,7 +517,8 @@ def build(family, seed=0, **changes):
             if "inv_freq" in name:
                 continue
             if "norm" in name and tensor.ndim == 1:  # DBRX has attention in a "norm_attn_norm".
-                tensor.uniform_(0.5, 1.5)
+                start = float(tensor[0])  # 1, or 0 in a zero-centered norm.
+                tensor.uniform_(start - 0.5, start + 0.5)
             elif "bias" in name or "sinks" in name:
                 tensor.uniform_(-0.5, 0.5)
             else:
@@ -510,7 +555,7 @@ class Choices:
                 if torch.is_tensor(a) and not a.is_floating_point()
             ]
             assert len(ids) == 1, f"experts of layer {number} get {len(ids)} arrays of ids"
-            self.of_layer[number] = ids[0].detach()
+            self.of_layer.setdefault(number, []).append(ids[0].detach())
 
         return hook
 
@@ -526,37 +571,54 @@ def masks(segments, window):
     }
 
 
+def documents(model, segments):
+    """Returns (rows, tokens) of what is computed at once: a document if states go on after it."""
+    every = slice(None)
+    if "linear_attention" not in (getattr(model.config, "layer_types", None) or []):
+        return [(every, every)]
+    (cut,) = (segments[1].diff().nonzero() + 1).flatten().tolist()
+    second = slice(1, 2)
+    return [(slice(0, 1), every), (second, slice(0, cut)), (second, slice(cut, None))]
+
+
 def expected(model):
     """Returns what the model computes, by name."""
     ids, positions, segments = batch()
     labels = ids.clone()
     labels[1, 7] = -100  # The first token of a document is not predicted.
     choices = Choices(model)
-    inputs = {"input_ids": ids, "position_ids": positions, "labels": labels, "use_cache": False}
+    inputs = {"input_ids": ids, "position_ids": positions}
     if hasattr(model.config, "vision_config"):  # Of text, for the mask, and of three axes.
         inputs["position_ids"] = positions.expand(4, -1, -1)
     if model.config.model_type == "gpt_oss":  # It does not tell documents by their positions.
         inputs["attention_mask"] = masks(segments, model.config.sliding_window)
-    out = model(**inputs)
+    parts = [
+        {n: x[part] if torch.is_tensor(x) else x for n, x in inputs.items()} | {"use_cache": False}
+        for part in documents(model, segments)
+    ]
+    logits = torch.cat([model(**part).logits.flatten(0, 1) for part in parts])
+    logits = logits.reshape(*ids.shape, -1)
+    loss = model.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1])
     made = {
         "input_ids": ids,
         "position_ids": positions,
         "segment_ids": segments,
         "labels": labels,
-        "logits": out.logits,
-        "loss": out.loss,
+        "logits": logits,
+        "loss": loss,
     }
     for number, of_layer in choices.of_layer.items():
-        made[f"choices.{number}"] = of_layer.reshape(*ids.shape, -1).sort(-1).values
+        made[f"choices.{number}"] = torch.cat(of_layer).reshape(*ids.shape, -1).sort(-1).values
     module = sys.modules[type(model).__module__]
     has_aux_loss = hasattr(module, "load_balancing_loss_func") and hasattr(model, "num_experts")
     if has_aux_loss and choices.of_layer:
-        routed = model.base_model(**inputs, output_router_logits=True)
+        routed = [model.base_model(**part, output_router_logits=True) for part in parts]
+        router_logits = zip(*(each.router_logits for each in routed), strict=True)
         made["aux_loss"] = module.load_balancing_loss_func(
-            routed.router_logits, model.num_experts, model.num_experts_per_tok
+            tuple(map(torch.cat, router_logits)), model.num_experts, model.num_experts_per_tok
         )
     model.zero_grad()
-    out.loss.backward()
+    loss.backward()
     return {name: value.detach().contiguous() for name, value in made.items()}
 
 

@@ -4,10 +4,13 @@ It runs in a Python that has torch and transformers:
 
     python -m tests.huggingface.random_models make FAMILY FOLDER
     python -m tests.huggingface.random_models read FOLDER
+    python -m tests.huggingface.random_models train FOLDER
 
 `make` writes models of random settings to FOLDER/0, FOLDER/1, ..., each with what it computes, as
 make_fixtures.py does. `read` loads each model in FOLDER without missing or unexpected tensors,
 writes its logits of asked.safetensors to answered.safetensors, and the model again to theirs/.
+`train` trains the model in FOLDER on asked.safetensors, `input_ids` [N, B, S], by a step of AdamW
+per batch, and writes the losses [N] to answered.safetensors.
 """
 
 import pathlib
@@ -68,6 +71,19 @@ def partial(*factors):
     return [{**rope, "partial_rotary_factor": part} for rope in ROPES for part in factors]
 
 
+STATE = "linear_attention"
+QWEN_NEXT = {
+    **GROUPED,
+    "head_dim": [8, 16],
+    "layer_types": [[STATE, STATE, FULL], [STATE, FULL, STATE], [FULL, STATE, FULL]],
+    "linear_conv_kernel_dim": [2, 4],
+    "linear_key_head_dim": [4, 6],
+    "linear_num_key_heads": [1, 2],
+    "linear_num_value_heads": [2, 4],
+    "num_hidden_layers": [3],
+    "rms_norm_eps": [1e-2, 3e-3],
+    "rope_parameters": partial(0.25, 0.5, 1.0),
+}
 # Settings of each family, with the values that they are drawn from.
 CHOICES = {
     "llama3": {**GROUPED, "attention_bias": BOTH},
@@ -79,6 +95,28 @@ CHOICES = {
     "deepseek_v2": {**LATENT, **DENSE, "n_shared_experts": [1, 2]},
     "deepseek_v3": {**LATENT, **DENSE, **SHARED, "topk_group": [1]},
     "gpt_oss": {**GROUPED, "sliding_window": [3, 5]},
+    "qwen3_next": {
+        **QWEN_NEXT,
+        "mlp_only_layers": [[], [0], [1]],
+        "norm_topk_prob": BOTH,
+        "intermediate_size": [24],
+    },
+    "qwen3_5_moe": {
+        **QWEN_NEXT,
+        "rope_parameters": [{**DEFAULT, "partial_rotary_factor": part} for part in (0.25, 0.5, 1)],
+    },
+    "kimi_linear": {
+        **SHARED,
+        "layer_types": [[STATE, FULL, STATE], [FULL, STATE, FULL], [STATE, STATE, FULL]],
+        "linear_conv_kernel_dim": [2, 4],
+        "linear_head_dim": [4, 6],
+        "linear_num_heads": [2, 4],
+        "num_hidden_layers": [3],
+        "q_lora_rank": [None, 8],
+        "rms_norm_eps": [1e-2, 3e-3],
+        "topk_group": [1],
+        "v_head_dim": [4, 6],
+    },
     "glm4_moe_lite": {
         **LATENT,
         **SHARED,
@@ -193,6 +231,20 @@ CHOICES = {
     },
     "granite": {**GROUPED, **FACTORS},
     "granitemoe": {**GROUPED, **FACTORS, "num_local_experts": [4, 8]},
+    "granitemoehybrid": {
+        **GROUPED,
+        **FACTORS,
+        "layer_types": [[LINEAR, FULL, LINEAR], [FULL, LINEAR, LINEAR], [LINEAR, LINEAR, FULL]],
+        "mamba_conv_bias": BOTH,
+        "mamba_d_conv": [2, 4],
+        "mamba_d_state": [4, 6],
+        "mamba_n_groups": [1, 2],
+        "mamba_n_heads": [4, 8],
+        "num_hidden_layers": [3],
+        "num_local_experts": [0, 4, 8],
+        "position_embedding_type": [None, "rope"],
+        "shared_intermediate_size": [8, 12],
+    },
     "granitemoeshared": {**GROUPED, **FACTORS, "shared_intermediate_size": [0, 12]},
 }
 
@@ -220,9 +272,25 @@ def read(folder):
         model.save_pretrained(model_folder / "theirs")
 
 
+ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+
+
+def train(folder):
+    """Trains the model in a folder, and writes the loss of each step."""
+    model, losses = load(folder), []
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    for ids in load_file(folder / "asked.safetensors")["input_ids"].long():
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    save_file({"losses": torch.stack(losses)}, folder / "answered.safetensors")
+
+
 if __name__ == "__main__":
     command, *arguments = sys.argv[1:]
     if command == "make":
         make(arguments[0], pathlib.Path(arguments[1]))
     else:
-        read(pathlib.Path(arguments[0]))
+        {"read": read, "train": train}[command](pathlib.Path(arguments[0]))

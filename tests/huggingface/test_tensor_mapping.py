@@ -8,6 +8,8 @@ from moelib.huggingface.families import settings_of, tensor_mappings
 from moelib.huggingface.tensor_mapping import (
     Part,
     TensorMapping,
+    join_rows,
+    take_rows,
     tensor_shape,
     to_parameter,
     to_tensor,
@@ -42,6 +44,7 @@ def test_rotated_pairs_become_halves():
         (mapping("e d (f n) -> e n d f", (1,)), (2, 5, 2, 4, 3), (5, 4, 6)),
         (mapping("d f -> f d", (0,), factor=0.5), (2, 3, 4), (4, 3)),
         (mapping("n d -> d n"), (4, 1), (1, 4)),
+        (mapping("(h k) 1 w -> h k w", (1,)), (2, 3, 4, 5), (12, 1, 5)),
         (mapping("1 e -> e"), (5,), (1, 5)),
         (mapping("e (n f) d -> e n d f"), (5, 2, 4, 3), (5, 6, 4)),
     ],
@@ -50,6 +53,15 @@ def test_back_and_forth_is_the_same(made, shape, shape_of_tensor):
     assert tensor_shape(made, shape) == shape_of_tensor
     theirs = np.random.default_rng(0).normal(size=shape_of_tensor).astype(np.float32)
     np.testing.assert_array_equal(to_tensor(to_parameter(theirs, made, shape), made), theirs)
+
+
+def test_rows_of_each_group_are_taken_and_joined():
+    theirs = np.arange(20.0).reshape(10, 2)  # Two groups: 3 rows of one part, then 2 of another.
+    parts = [Part("tensor", "", rows=rows, row_groups=2) for rows in ((0, 3), (3, 5))]
+    first, second = (take_rows(theirs, part) for part in parts)
+    np.testing.assert_array_equal(first, theirs[[0, 1, 2, 5, 6, 7]])
+    np.testing.assert_array_equal(second, theirs[[3, 4, 8, 9]])
+    np.testing.assert_array_equal(join_rows([(second, parts[1]), (first, parts[0])]), theirs)
 
 
 @pytest.mark.parametrize("name", mixtral.named_trainer_configs())

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -39,6 +40,7 @@ from moelib.layers.initializers import normal
 from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.train import convert
 from moelib.train.init_from import InitFrom
+from tests.huggingface.parity_table import run
 from tests.huggingface.test_parity import TEXT_PARTS
 
 pytestmark = [pytest.mark.hf, pytest.mark.slow]
@@ -139,6 +141,41 @@ def test_transformers_computes_the_same_and_both_read_what_the_other_writes(
         back = load_pretrained(str(folder))
         assert back.cfg == cfg
         jax.tree.map(np.testing.assert_array_equal, back.params, params)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_next"])
+def test_twenty_steps_of_adamw_give_the_losses_of_transformers(family, python, tmp_path):
+    shutil.copytree(HERE / "fixtures" / family, tmp_path, dirs_exist_ok=True)
+    loaded = load_pretrained(str(tmp_path))
+    model = loaded.cfg.instantiate(parent=None)
+    ids = np.random.default_rng(0).integers(0, 40, (4, 2, 80), np.int32)[np.arange(20) % 4]
+    save_file({"input_ids": ids}, tmp_path / "asked.safetensors")
+    run(python, "train", tmp_path)
+    theirs = load_file(tmp_path / "answered.safetensors")["losses"]
+    optimizer = optax.adamw(1e-3, b1=0.9, b2=0.95, eps=1e-6, weight_decay=0.1)
+
+    @jax.jit
+    def step(params, state, ids):
+        batch = {
+            "input_ids": ids,
+            "target_labels": jnp.pad(ids, ((0, 0), (0, 1)), constant_values=-1)[:, 1:],
+        }
+
+        def loss(params):
+            return functional(model, None, params, (batch,), is_training=True)[0][0].mean
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    params, ours = loaded.params, []
+    state = optimizer.init(params)
+    with jax.numpy_dtype_promotion("standard"):  # Optax mixes dtypes in its updates.
+        for each in ids:
+            params, state, loss = step(params, state, each)
+            ours.append(float(loss))
+    assert np.mean(ours[-4:]) < np.mean(ours[:4]) - 0.1
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("scales_dtype", [np.float32, ml_dtypes.float8_e8m0fnu])

@@ -15,6 +15,10 @@ from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.attention.latent import LatentAttention
 from moelib.layers.base import BaseLayer
 from moelib.layers.feed_forward import FeedForward
+from moelib.layers.mixers.delta_net import DeltaNet
+from moelib.layers.mixers.gated_delta_net import GatedDeltaNet
+from moelib.layers.mixers.kimi_delta_attention import KimiDeltaAttention
+from moelib.layers.mixers.mamba2 import Mamba2
 from moelib.layers.moe.dispatch import DenseDispatcher
 from moelib.layers.norm import RMSNorm
 from moelib.layers.transformer import BaseStack, LoopStack, ScanStack, TransformerLayer
@@ -35,6 +39,18 @@ def latent_layer(**fields: Any) -> TransformerLayer.Config:
     sizes = {"num_heads": 4, "kv_lora_rank": 6, "nope_head_dim": 4, "rope_head_dim": 2}
     attention = LatentAttention.default_config().set(v_head_dim=7, **sizes, **fields)
     return layer().set(self_attention=attention)
+
+
+def delta_layer(kind: type[DeltaNet] = GatedDeltaNet, **fields: Any) -> TransformerLayer.Config:
+    """Returns a layer that caches a state and the inputs of convolutions."""
+    sizes = {"num_value_heads": 4, "num_key_heads": 2, "key_head_dim": 6, "value_head_dim": 5}
+    return layer().set(self_attention=kind.default_config().set(**sizes, **fields))
+
+
+def mamba_layer(**fields: Any) -> TransformerLayer.Config:
+    """Returns a layer with two groups of two heads."""
+    sizes = {"num_heads": 4, "num_groups": 2, "state_dim": 6, "head_dim": 5}
+    return layer().set(self_attention=Mamba2.default_config().set(**sizes, **fields))
 
 
 def decoder(
@@ -70,6 +86,10 @@ DECODERS = {
     ),
     "dense, then experts": lambda: decoder(*gpt_oss_block(), first_layers=[layer()]),
     "latent": lambda: decoder(latent_layer(), latent_layer(q_lora_rank=5, score_factor=1.3)),
+    "delta": lambda: decoder(
+        delta_layer(), layer(output_gate=True), delta_layer(KimiDeltaAttention, conv_width=2)
+    ),
+    "mamba": lambda: decoder(mamba_layer(), layer(), mamba_layer(conv_width=2)),
     "loop": lambda: decoder(layer(window=3), layer(), kind=LoopStack),
     "scan": lambda: decoder(layer(window=3), layer(), first_layers=[layer()]),
 }

@@ -21,6 +21,16 @@ def test_rms_norm_divides_by_the_root_mean_square(shape):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
+def test_the_parameter_of_a_zero_centered_norm_is_its_scale_minus_one():
+    plain, centered = (
+        build(RMSNorm.default_config(), dim=6, zero_centered=on) for on in (False, True)
+    )
+    x = jnp.asarray(normal(2, 6))
+    got = call(centered, {"scale": jnp.asarray(SCALE)}, x)
+    np.testing.assert_allclose(got, call(plain, {"scale": jnp.asarray(SCALE + 1)}, x), rtol=1e-6)
+    np.testing.assert_array_equal(initial(centered)["scale"], np.zeros(6))
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_layer_norm_takes_the_mean_away_and_divides_by_the_deviation(bias):
     layer = build(LayerNorm.default_config(), dim=6, eps=0.1, bias=bias)

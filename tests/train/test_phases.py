@@ -178,8 +178,9 @@ def test_a_run_goes_on_with_other_data_if_they_are_accepted(tmp_path):
     with pytest.raises(TrainerDirConflictError, match="--accept_changes=data"):
         moelib.fit(cfg)
     assert moelib.fit(cfg.set(accept_changes=["data"])).step == 6
-    changed = [x["path"] for x in RunFolder(tmp_path).events() if x["event"] == "changed"]
-    assert "input.source.seed" in changed
+    events = RunFolder(tmp_path).events()
+    assert "input.source.seed" in [x["path"] for x in events if x["event"] == "changed"]
+    assert [x["step"] for x in events if x["event"] == "other_data"] == [4]
     assert moelib.fit(cfg.set(max_step=8)).step == 8
 
 

@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -26,7 +27,7 @@ class GroupedQueryAttention(BaseLayer):
     Source: Ainslie et al., arXiv:2305.13245. QK-norm: Dehghani et al., arXiv:2302.05442.
     """
 
-    quantized: ClassVar[tuple[str, ...]] = ("q", "kv", "output")
+    quantized: ClassVar[tuple[str, ...]] = ("q", "kv", "gate", "output")
 
     @config_class
     class Config(BaseLayer.Config):
@@ -49,6 +50,8 @@ class GroupedQueryAttention(BaseLayer):
         # Norm of rotated queries and keys per head (Hunyuan); None for none.
         rotated_qk_norm: BaseNorm.Config | None = None
         qkv_clip: PositiveFloat | None = None  # Clips queries, keys and values to +-qkv_clip.
+        # Whether sigmoid(x W) multiplies the heads' outputs (arXiv:2505.06708).
+        output_gate: bool = False
 
     def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
         super().__init__(cfg, parent=parent)
@@ -95,6 +98,8 @@ class GroupedQueryAttention(BaseLayer):
         if cfg.qkv_bias:
             specs["q_bias"] = bias_spec((heads, dim), ("heads", "head_dim"))
             specs["kv_bias"] = bias_spec((2, groups, dim), (None, "kv_heads", "head_dim"))
+        if cfg.output_gate:
+            specs["gate"] = specs["q"]
         if cfg.output_bias:
             specs["output_bias"] = bias_spec((cfg.input_dim,), ("norm",))
         if cfg.sinks:
@@ -139,6 +144,9 @@ class GroupedQueryAttention(BaseLayer):
         q, k, v = constrain(q, split), constrain(k, split), constrain(v, split)
         out = self._attend(q, k, v, positions, segment_ids, params.get("sinks"))
         out = save_activation(constrain(out, split), CONTEXT)
+        if cfg.output_gate:
+            gate = save_activation(project(x, params["gate"]), "attention_gate")
+            out = out * jax.nn.sigmoid(gate)
         y = project(out, params["output"], num_inputs=2)
         y = save_activation(y, "attention_output")
         return add_bias(y, params["output_bias"]) if cfg.output_bias else y

@@ -61,6 +61,8 @@ def by_hand(layer, params, segment_ids):
     scale = q.shape[-1] ** -0.5 if cfg.score_scale is None else cfg.score_scale
     scores = {"scale": scale, "logit_cap": cfg.logit_cap, "sinks": p.get("sinks")}
     out = oracle.attention(q, k, v, **scores, **masks)
+    if cfg.output_gate:
+        out = out / (1 + np.exp(-np.einsum("bsd,dhk->bshk", x, p["gate"])))
     return np.einsum("bshk,hkd->bsd", out, p["output"]) + p.get("output_bias", 0.0)
 
 
@@ -75,7 +77,7 @@ NORM = RMSNorm.default_config()
         ({"num_kv_heads": 2, "window": 3, "logit_cap": 0.5}, None),
         ({"num_kv_heads": 1, "head_dim": 4}, SEGMENTS),
         ({"qkv_bias": True, "output_bias": True, "sinks": True}, SEGMENTS),
-        ({"rope": None}, None),
+        ({"rope": None, "output_gate": True}, None),
         ({"qk_norm": NORM, "num_kv_heads": 2}, None),
         ({"qk_norm": NORM, "qk_norm_joint": True, "num_kv_heads": 2, "qkv_clip": 0.9}, SEGMENTS),
         ({"score_scale": 0.3, "num_kv_heads": 2}, SEGMENTS),
