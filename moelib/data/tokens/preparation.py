@@ -102,15 +102,13 @@ def do_part(job: PartJob, tokenizer: Tokenizer | None = None) -> int:
 
 
 @functools.lru_cache(maxsize=1)
-def _tokenizer_of(
-    folder: str, eos_token: str, bos_token: str | None, fingerprint: str
-) -> Tokenizer:
+def _tokenizer_of(folder: str, eos_token: str, bos_token: str | None, expected: str) -> Tokenizer:
     """Returns the tokenizer in a folder. Raises UserError if it is another one."""
     cfg = Tokenizer.default_config().set(path=folder, eos_token=eos_token, bos_token=bos_token)
     tokenizer: Tokenizer = cfg.instantiate()
-    if tokenizer.fingerprint != fingerprint:
+    if tokenizer.fingerprint != expected:
         raise UserError(
-            f"{folder} has the tokenizer {tokenizer.fingerprint:.12}, not {fingerprint:.12}; begin "
+            f"{folder} has the tokenizer {tokenizer.fingerprint:.12}, not {expected:.12}; begin "
             "again in a new folder."
         )
     return tokenizer
@@ -185,6 +183,7 @@ def unfinished_store(preparation: Preparation, *, shared: bool) -> Iterator[bool
             with contextlib.suppress(OSError):  # The lock has created the folder again.
                 os.unlink(os.path.join(folder, LOCK_FILE))
                 os.rmdir(folder)
+            _check_finished(preparation)
         yield not finished
 
 
