@@ -203,6 +203,7 @@ class TokenStore(TokenSource):
                 f"{cfg.tokenizer_hash:.12}; prepare it again, or use the tokenizer in its folder."
             )
         self.vocab_size, self.eos_id = meta.vocab_size, meta.eos_id
+        self.bos_token = meta.bos_token
         self.file_starts = np.concatenate([[0], np.cumsum(meta.file_tokens, dtype=np.int64)])
         self._check_files()
         self._check_blocks(self._blocks()[0])

@@ -7,6 +7,7 @@ import pytest
 
 from moelib.cli.main import run
 from moelib.core.errors import UserError
+from moelib.data.batches.mixture import Mixture
 from moelib.data.sources.source import InMemorySource
 from moelib.data.tokens.preparation import begin_store, plan_store
 from moelib.data.tokens.prepare import prepare
@@ -66,6 +67,17 @@ def test_a_store_is_that_of_its_bos(tmp_path, path):
     prepare(SOURCE, tokenizer, output, prepend_bos=True)
     with pytest.raises(FileExistsError, match="different bos_token"):
         prepare(SOURCE, tokenizer, output)
+
+
+def test_a_mixture_of_stores_with_and_without_is_refused(tmp_path, path):
+    for name in ("with", "without"):
+        prepare(SOURCE, _tokenizer(path), str(tmp_path / name), prepend_bos=name == "with")
+    stores = {
+        n: TokenStore.default_config().set(path=f"{tmp_path}/{n}") for n in ("with", "without")
+    }
+    cfg = Mixture.default_config().set(sources=stores, weights=dict.fromkeys(stores, 1.0))
+    with pytest.raises(UserError, match=r"bos_token='(<s>)?', and .*prepend_bos"):
+        cfg.instantiate()
 
 
 def test_a_tokenizer_without_bos_is_refused(tmp_path, path):
