@@ -174,12 +174,12 @@ def test_a_further_phase_can_be_added(unbroken, tmp_path):
 def test_a_run_goes_on_with_other_data_if_they_are_accepted(tmp_path):
     cfg = tiny.trainer_config(tmp_path, max_step=4, evaler=False)
     moelib.fit(cfg)
-    cfg.set(max_step=6).input.source.set(seed=5)
+    cfg.set(max_step=6).input.seed = 5
     with pytest.raises(TrainerDirConflictError, match="--accept_changes=data"):
         moelib.fit(cfg)
     assert moelib.fit(cfg.set(accept_changes=["data"])).step == 6
     events = RunFolder(tmp_path).events()
-    assert "input.source.seed" in [x["path"] for x in events if x["event"] == "changed"]
+    assert "input.seed" in [x["path"] for x in events if x["event"] == "changed"]
     assert [x["step"] for x in events if x["event"] == "other_data"] == [4]
     assert moelib.fit(cfg.set(max_step=8)).step == 8
 
