@@ -282,10 +282,10 @@ class _Run:
         index, tasks = index[self.rank], tasks[self.rank]
         if not self.uniform:
             run = [functools.partial(self._slot, each) for each in branches]
-            # Where most slots are pairs, not read in branches: XLA would copy whole buffers into a
-            # layout that one prefers.
-            pairs = any(each.forward and each.backward for each in branches)
-            saved = self._saved(state, tasks[1]) if pairs else None
+            # For what branches read, XLA copies whole buffers into a layout that one prefers. Reading
+            # before them shortens the step of DUALPIPE_V, but not those of 1F1B and ZB-V.
+            early = self.layout.schedule is Schedule.DUALPIPE_V
+            saved = self._saved(state, tasks[1]) if early else None
             with jax.named_scope(SLOTS):
                 return lax.switch(index, run, state, tasks, saved)
         # Each kind of pass once, for the ranks whose slots have it.
