@@ -2,6 +2,7 @@
 
     moelib prepare --source=corpus/ --output=data/text --train_bpe=32768
     moelib prepare --source=tfds:c4/en --output=data/c4 --tokenizer=tokenizer.json
+    moelib prepare --source=web/ --output=data/web --tokenizer=tokenizer.json --share=2/8
     moelib prepare --verify --output=data/text
 
 A run that was killed resumes when the same command is run again.
@@ -9,7 +10,7 @@ A run that was killed resumes when the same command is run again.
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moelib.core.errors import UsageError
@@ -22,8 +23,9 @@ class Flags:
 
     source: str | None = flag(
         None,
-        "Corpus: a file, folder or pattern of text, JSON lines (.jsonl, .gz, .zst), Parquet or "
-        "Arrow; tfds:NAME[@SPLIT] for a TFDS data set; python for Python's standard library.",
+        "Corpus: a file, folder or pattern of text, JSON lines, CSV or TSV (also .gz and .zst), "
+        "Parquet or Arrow; tfds:NAME[@SPLIT] for a TFDS data set; python for Python's standard "
+        "library.",
     )
     output: str | None = flag(None, "Folder of the token store.")
     tokenizer: str | None = flag(None, "A tokenizer.json, or `bytes` for one token per byte.")
@@ -43,9 +45,17 @@ class Flags:
     accept_lossy_tokenizer: bool = flag(
         False, "Accept a tokenizer that loses more than 1 % of the text."
     )
+    prepend_bos: bool = flag(
+        False, "Begin each document, and later each prompt, with BOS of --tokenizer's settings."
+    )
     append_eos: bool = flag(True, "End each document with the end-of-text token.")
     splits: str = flag("train=1", "Fraction of documents per split: train=0.95,validation=0.05.")
     split_seed: int = flag(0, "Seed that assigns documents to splits.")
+    share: str | None = flag(
+        None,
+        "Share of the work on several machines: 1/8 to 8/8, or auto in a job array of SLURM, or "
+        "auto/8 in an indexed job of Kubernetes. The last share to end completes the store.",
+    )
     verify: bool = flag(False, "Only check that the files of the store at --output are undamaged.")
 
 
@@ -64,24 +74,62 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         raise UsageError("set either --tokenizer or --train_bpe.")
     if flags.eos_token is not None and flags.tokenizer in (None, "bytes"):
         raise UsageError("--eos_token names a token of a tokenizer.json: set --tokenizer to one.")
+    if flags.prepend_bos and flags.tokenizer in (None, "bytes"):
+        raise UsageError("--prepend_bos takes BOS of a tokenizer.json: set --tokenizer to one.")
+    share = None if flags.share is None else read_share(flags.share, os.environ)
 
-    from moelib.data.tokens.prepare import prepare
+    from moelib.data.tokens.preparation import plan_store
+    from moelib.data.tokens.prepare import prepare, prepare_share
     from moelib.data.tokens.token_store import check_splits
 
     splits = read_splits(flags.splits)
     check_splits(splits)  # Before a tokenizer is trained, which takes minutes.
     source = source_for(flags, flags.source).instantiate()
-    prepare(
-        source,
-        _tokenizer(flags, flags.output, source, splits),
-        flags.output,
-        num_processes=flags.num_processes or os.cpu_count() or 1,
-        append_eos=flags.append_eos,
-        skip_bad_records=flags.skip_bad_lines,
-        accept_lossy_tokenizer=flags.accept_lossy_tokenizer,
-        splits=splits,
-        split_seed=flags.split_seed,
-    )
+    tokenizer = _tokenizer(flags, flags.output, source, splits)
+    settings: dict[str, Any] = {
+        "append_eos": flags.append_eos,
+        "prepend_bos": flags.prepend_bos,
+        "skip_bad_records": flags.skip_bad_lines,
+        "splits": splits,
+        "split_seed": flags.split_seed,
+    }
+    work = {
+        "num_processes": flags.num_processes or _num_cores(),
+        "accept_lossy_tokenizer": flags.accept_lossy_tokenizer,
+    }
+    if share is None:
+        prepare(source, tokenizer, flags.output, **settings, **work)
+    else:
+        preparation = plan_store(source, tokenizer, flags.output, **settings)
+        prepare_share(preparation, tokenizer, share, **work)
+
+
+def _num_cores() -> int:
+    """Returns the number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Not on macOS.
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def read_share(text: str, environ: Mapping[str, str]) -> tuple[int, int]:
+    """Returns (index from 0, number of shares) from "2/8", "auto", or "auto/8".
+
+    `auto` is the index in the array of a job of SLURM, or in an indexed job of Kubernetes, which
+    does not tell the number.
+    """
+    number, _, count = text.partition("/")
+    names = [f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "COUNT")]
+    if number == "auto" and all(name in environ for name in names):
+        task, first, num_tasks = (int(environ[name]) for name in names)
+        number, count = str(task - first + 1), count or str(num_tasks)
+    elif number == "auto" and "JOB_COMPLETION_INDEX" in environ:
+        number = str(int(environ["JOB_COMPLETION_INDEX"]) + 1)
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise UsageError(
+            f"--share={text}: the share is {number}/{count or 'unknown'}; set 1/8 to 8/8, auto in "
+            "a job array of SLURM without gaps, or auto/8 in an indexed job of Kubernetes."
+        )
+    return int(number) - 1, int(count)
 
 
 def source_for(flags: Flags, name: str) -> Any:
@@ -117,12 +165,14 @@ def read_splits(text: str) -> dict[str, float]:
 
 def _tokenizer(flags: Flags, output: str, source: Any, splits: dict[str, float]) -> Any:
     from moelib.data.tokens.corpus_tokenizer import corpus_tokenizer
-    from moelib.data.tokens.tokenizer import ByteTokenizer, Tokenizer
+    from moelib.data.tokens.tokenizer import ByteTokenizer, Tokenizer, bos_token_of
 
     if flags.tokenizer == "bytes":
         return ByteTokenizer.default_config().instantiate()
     if flags.tokenizer is not None:
         cfg = Tokenizer.default_config().set(path=flags.tokenizer)
+        if flags.prepend_bos:
+            cfg.set(bos_token=bos_token_of(flags.tokenizer))
         return cfg.set(eos_token=flags.eos_token or cfg.eos_token).instantiate()
     assert flags.train_bpe is not None
     return corpus_tokenizer(
@@ -133,4 +183,6 @@ def _tokenizer(flags: Flags, output: str, source: Any, splits: dict[str, float])
         splits=splits,
         split_seed=flags.split_seed,
         flag="--train_bpe",
+        num_processes=flags.num_processes or _num_cores(),
+        wait=flags.share is not None,
     )

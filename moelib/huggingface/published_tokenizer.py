@@ -8,7 +8,13 @@ from typing import Any
 
 from moelib.core.config import config_class
 from moelib.core.errors import UserError
-from moelib.data.tokens.tokenizer import END_OF_TEXT, SETTINGS_FILE, Tokenizer, read_text
+from moelib.data.tokens.tokenizer import (
+    END_OF_TEXT,
+    SETTINGS_FILE,
+    Tokenizer,
+    named_token,
+    read_text,
+)
 from moelib.runtime.storage import read_json
 
 
@@ -21,19 +27,7 @@ class PublishedTokenizer(Tokenizer):
 
     @config_class
     class Config(Tokenizer.Config):
-        bos_token: str | None = None  # Text of BOS; None: the tokenizer has none.
         add_bos_token: bool | None = None  # None: tokenizer.json decides.
-
-    def __init__(self, cfg: Config) -> None:
-        super().__init__(cfg)
-        cfg = self.config
-        if cfg.bos_token is not None:
-            self.bos_id = self._tokenizer.token_to_id(cfg.bos_token)
-        if cfg.add_bos_token and self.bos_id is None:
-            raise UserError(
-                f"{cfg.path}: add_bos_token=True, but bos_token={cfg.bos_token!r} is not a token; "
-                f"correct one of them in {SETTINGS_FILE}."
-            )
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the ids of prompts."""
@@ -42,6 +36,10 @@ class PublishedTokenizer(Tokenizer):
         encode = self._for_prompts.encode_batch_fast
         encodings = encode(list(texts), add_special_tokens=add_bos is None)
         return [prefix + encoding.ids for encoding in encodings]
+
+    @property
+    def _adds_bos(self) -> bool | None:
+        return self.config.add_bos_token
 
     @functools.cached_property
     def _for_prompts(self) -> Any:
@@ -62,12 +60,14 @@ def read_tokenizer(folder: str, *, published: bool = False) -> Any:
     """
     path = os.path.join(folder, SETTINGS_FILE)
     settings = read_json(path)
-    tokens = map(settings.get, ("eos_token", "bos_token"))
-    eos, bos = (token.get("content") if isinstance(token, dict) else token for token in tokens)
+    eos, bos = named_token(settings, "eos_token"), named_token(settings, "bos_token")
+    add_bos = settings.get("add_bos_token")
     if eos is None and (published or END_OF_TEXT not in read_text(folder)):
         raise UserError(f"{path} has no eos_token; set it to the token that ends a text.")
     kind = PublishedTokenizer if published else Tokenizer
     cfg: Any = kind.default_config().set(path=folder, eos_token=eos or END_OF_TEXT)
     if published:
-        cfg.set(bos_token=bos, add_bos_token=settings.get("add_bos_token"))
+        cfg.set(bos_token=bos, add_bos_token=add_bos)
+    elif add_bos:
+        cfg.set(bos_token=bos)
     return cfg.instantiate()

@@ -39,7 +39,9 @@ class DirectoryInUseError(UserError):
 
 
 @contextlib.contextmanager
-def directory_lock(directory: str, *, setting: str) -> Iterator[Callable[[], None]]:
+def directory_lock(
+    directory: str, *, setting: str, name: str = LOCK_FILE, shared: bool = False, wait: bool = False
+) -> Iterator[Callable[[], None]]:
     """Creates a folder if it is missing, and locks it for the body.
 
     Yields a function that raises UserError if the folder was moved, or its lock removed, since.
@@ -50,6 +52,9 @@ def directory_lock(directory: str, *, setting: str) -> Iterator[Callable[[], Non
     Args:
         directory: The folder.
         setting: Setting that names the folder, for errors.
+        name: Name of the file that is locked, of a local folder.
+        shared: Whether other processes may share the lock of a local folder, too.
+        wait: Whether to wait until no other process has locked a local folder.
 
     Raises:
         DirectoryInUseError: If another process has locked it.
@@ -59,7 +64,8 @@ def directory_lock(directory: str, *, setting: str) -> Iterator[Callable[[], Non
         with _lease(directory, setting=setting) as check:
             yield check
         return
-    path = os.path.abspath(os.path.join(directory, LOCK_FILE))
+    path = os.path.abspath(os.path.join(directory, name))
+    mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
         os.makedirs(directory, exist_ok=True)
         file = open(path, "a+b", buffering=0, opener=_open_no_link)  # noqa: SIM115
@@ -67,11 +73,14 @@ def directory_lock(directory: str, *, setting: str) -> Iterator[Callable[[], Non
         raise _not_writable(directory, setting, error) from error
     with file:
         try:
-            _lock(file)
+            _lock(file, mode)
         except BlockingIOError:
             file.seek(0)
             owner = file.read().decode(errors="replace") or "starting"
-            raise _in_use(directory, owner, setting) from None
+            if not wait:
+                raise _in_use(directory, owner, setting) from None
+            logger.warning("Waiting for the lock %s (%s).", path, owner)
+            fcntl.flock(file, mode)
         except OSError as error:
             logger.warning(
                 "%s cannot be locked (%s): start nothing else in it.", directory, error.strerror
@@ -85,7 +94,7 @@ def directory_lock(directory: str, *, setting: str) -> Iterator[Callable[[], Non
                 if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                     return
             raise UserError(
-                f"{directory} was moved, or its {LOCK_FILE} removed, so that another process may "
+                f"{directory} was moved, or its {name} removed, so that another process may "
                 "write to it: this one stops. Start it again once no other does."
             )
 
@@ -111,14 +120,14 @@ def _not_writable(directory: str, setting: str, error: OSError) -> UserError:
     )
 
 
-def _lock(file: IO[bytes]) -> None:
+def _lock(file: IO[bytes], mode: int) -> None:
     """Locks a file. Raises BlockingIOError if another process has locked it for long."""
     for _ in range(_NUM_ATTEMPTS - 1):
         with contextlib.suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, mode | fcntl.LOCK_NB)
             return
         time.sleep(0.05)
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(file, mode | fcntl.LOCK_NB)
 
 
 def _open_no_link(path: str, flags: int) -> int:

@@ -1,11 +1,16 @@
 """The examples of docs/data.md."""
 
+import gzip
+import json
+import os
 import pathlib
+import subprocess
 import sysconfig
 
 import numpy as np
 import pytest
 
+from moelib.cli.prepare import read_share
 from moelib.core.errors import ExistingFileError, UserError
 from moelib.data.batches.describe import describe_batch
 from moelib.data.batches.input import load_tokenizer
@@ -18,8 +23,12 @@ from moelib.data.sources.json_lines import JsonLines
 from moelib.data.tokens.corpus_tokenizer import corpus_tokenizer
 from moelib.data.tokens.prepare import prepare
 from moelib.data.tokens.token_store import TokenStore
-from moelib.data.tokens.tokenizer import Tokenizer
+from moelib.data.tokens.tokenizer import ByteTokenizer, Tokenizer
 from moelib.train.evaler import SpmdEvaler
+from tests.docs import blocks
+
+kubernetes_validate = pytest.importorskip("kubernetes_validate")  # Of the extra dev.
+yaml = pytest.importorskip("yaml")
 
 
 def _prepare() -> TokenStore:
@@ -112,3 +121,34 @@ def test_a_stream(store):
     )
     # --8<-- [end:streaming]
     assert cfg.tokenizer.instantiate().vocab_size == store.vocab_size
+
+
+@pytest.mark.slow
+def test_datasets_filters_what_is_prepared(tmp_path, monkeypatch):
+    """Needs MOELIB_DATA_PYTHON, a Python that has `datasets`."""
+    if not (python := os.environ.get("MOELIB_DATA_PYTHON")):
+        pytest.skip("set MOELIB_DATA_PYTHON to a Python with datasets")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "web").mkdir()
+    texts = [f"text {i % 15} " * (20 + i % 15) for i in range(40)]
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    pathlib.Path("web/a.jsonl").write_text("".join(lines[:25]))
+    pathlib.Path("web/b.jsonl.gz").write_bytes(gzip.compress("".join(lines[25:]).encode()))
+    script = pathlib.Path(__file__).with_name("filter_with_datasets.py")
+    subprocess.run([python, script], check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    clean = JsonLines.default_config().set(paths=["clean"]).instantiate()
+    tokenizer = ByteTokenizer.default_config().instantiate()
+    found = list(prepare(clean, tokenizer, "data/clean").texts())
+    assert found == texts[5:15]  # Those of 50 words or more, once.
+
+
+def test_an_indexed_job_of_kubernetes_is_one_of_its_schema():
+    (text,) = [x.text for x in blocks.blocks("docs/data.md") if x.title == "prepare.yaml"]
+    job = yaml.safe_load(text)
+    kubernetes_validate.validate(job, "1.31", strict=True)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    completions = job["spec"]["completions"]
+    (share,) = [x.partition("=")[2] for x in container["command"] if "--share" in x]
+    indices = map(str, range(completions))
+    shares = {read_share(share, {"JOB_COMPLETION_INDEX": index}) for index in indices}
+    assert shares == {(index, completions) for index in range(completions)}

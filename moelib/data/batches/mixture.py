@@ -70,6 +70,11 @@ class Mixture(Configurable):
                     f"{source.name} and {first.name} have different tokenizers (vocabularies of "
                     f"{source.vocab_size} and {first.vocab_size}); prepare both with the same one."
                 )
+            if first.bos_token != source.bos_token:
+                raise UserError(
+                    f"{source.name} has bos_token={source.bos_token!r}, and {first.name} "
+                    f"{first.bos_token!r}; prepare both with --prepend_bos, or none."
+                )
 
     def locate(
         self, numbers: npt.NDArray[np.int64]

@@ -16,9 +16,8 @@ from moelib.data.sources.files import EXPANSION, FileStamp, find_files, part_siz
 from moelib.data.sources.source import BadRecordError, BadRecords, Part, Source
 from moelib.runtime.storage import readable
 
-ENDINGS = tuple(
-    stem + packed for stem in (".jsonl", ".json") for packed in ("", ".gz", ".zst", ".zstd")
-)
+PACKED = ("", ".gz", ".zst", ".zstd")  # Endings of a plain file, and of compressed ones.
+ENDINGS = tuple(stem + packed for stem in (".jsonl", ".json") for packed in PACKED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +41,8 @@ class JsonLinesPart:
 
     def documents(self, bad_records: BadRecords | None = None) -> Iterator[str]:
         """Yields the text field of each line; blank lines are skipped."""
-        with readable(self.file.path), open_packed(self.file.path) as file:
+        path = self.file.path
+        with readable(path), unpacking(path), open_packed(path) as file:
             for number, line in enumerate(self._lines(file), 1):
                 if not line.strip():
                     continue
@@ -61,22 +61,14 @@ class JsonLinesPart:
         if self.start:
             file.seek(self.start - 1)
             position += len(file.readline()) - 1  # The rest of a line that began before.
-        try:
-            while (self.end is None or position < self.end) and (line := file.readline()):
-                position += len(line)
-                yield line
-            if self.end is not None and position < self.end:
-                raise UserError(
-                    f"{self.file.path} ends at byte {position} instead of {self.file.num_bytes}: "
-                    "it has been cut while it was read; restore it and run the same command again."
-                )
-        except (EOFError, OSError, zlib.error) as error:
-            if getattr(error, "errno", None):
-                raise  # From the disk, not from the archive.
+        while (self.end is None or position < self.end) and (line := file.readline()):
+            position += len(line)
+            yield line
+        if self.end is not None and position < self.end:
             raise UserError(
-                f"{self.file.path} cannot be decompressed ({error}); fetch it again, or exclude it "
-                "from paths."
-            ) from error
+                f"{self.file.path} ends at byte {position} instead of {self.file.num_bytes}: "
+                "it has been cut while it was read; restore it and run the same command again."
+            )
 
     @functools.cached_property
     def _lines_before(self) -> int:
@@ -111,8 +103,8 @@ def text_of(line: bytes, field: str) -> str:
 
 
 @contextlib.contextmanager
-def open_packed(path: str) -> Iterator[io.BufferedIOBase]:
-    """Opens a plain, .gz or .zst file for reading bytes."""
+def open_packed(path: str) -> Iterator[io.BufferedReader | gzip.GzipFile]:
+    """Opens a plain, .gz or .zst file for reading bytes, through all members or frames."""
     with contextlib.ExitStack() as stack:
         if path.endswith(".gz"):
             yield stack.enter_context(gzip.open(path, "rb"))
@@ -123,6 +115,19 @@ def open_packed(path: str) -> Iterator[io.BufferedIOBase]:
             yield stack.enter_context(io.BufferedReader(raw, 1 << 20))
         else:
             yield stack.enter_context(open(path, "rb"))
+
+
+@contextlib.contextmanager
+def unpacking(path: str) -> Iterator[None]:
+    """Names the file in errors of decompression, which have many classes."""
+    try:
+        yield
+    except (EOFError, OSError, zlib.error) as error:
+        if isinstance(error, UserError) or getattr(error, "errno", None):
+            raise  # From the disk, not from the archive.
+        raise UserError(
+            f"{path} cannot be decompressed ({error}); fetch it again, or exclude it from paths."
+        ) from error
 
 
 class JsonLines(Source):

@@ -4,6 +4,7 @@ import glob
 import os
 
 from moelib.core.errors import MissingFileError, UserError
+from moelib.data.sources import delimited
 from moelib.data.sources.files import TextFiles, walk_files
 from moelib.data.sources.json_lines import ENDINGS, JsonLines
 from moelib.data.sources.source import Source
@@ -17,8 +18,8 @@ def source_for_path(path: str, *, text_field: str = "text") -> Source.Config:
     """Returns the config of a source for a path, chosen by the names of the files there.
 
     Args:
-        path: A file, a pattern, or a folder with files of one kind: JSON lines, Parquet, Arrow (a
-            `Dataset` saved by `datasets`) or text.
+        path: A file, a pattern, or a folder with files of one kind: JSON lines, CSV or TSV,
+            Parquet, Arrow (a `Dataset` saved by `datasets`) or text.
         text_field: The field or column of a record that holds the document.
 
     Raises:
@@ -32,6 +33,7 @@ def source_for_path(path: str, *, text_field: str = "text") -> Source.Config:
         )
     kinds = {
         "JSON lines": ENDINGS,
+        "CSV or TSV": delimited.ENDINGS,
         "Parquet": (PARQUET,),
         "Arrow": (ARROW,),
         "text": tuple(TextFiles.default_config().endings),
@@ -49,11 +51,8 @@ def source_for_path(path: str, *, text_field: str = "text") -> Source.Config:
         return JsonLines.default_config().set(paths=[path], text_field=text_field)
     if found in (["Parquet"], ["Arrow"]):
         return Tables.default_config().set(paths=[path], column=text_field)
-    if path.endswith((".csv", ".tsv")):
-        raise UserError(
-            f"{path} is a table, which would be read as one text; convert it to Parquet or JSON "
-            "lines."
-        )
+    if found == ["CSV or TSV"]:
+        return delimited.Delimited.default_config().set(paths=[path], column=text_field)
     if found == ["text"] or os.path.isfile(path):
         return TextFiles.default_config().set(paths=[path])
     if not glob.glob(path, recursive=True):

@@ -1,19 +1,24 @@
 """The tokenizer of a corpus: a BPE trained on a sample of the documents that are not held out."""
 
 import contextlib
+import itertools
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from moelib.core.errors import UserError
 from moelib.data.hashing import random_permutation
 from moelib.data.sources.files import text_pieces
-from moelib.data.sources.source import BadRecords, Source
-from moelib.data.tokens.token_store import check_splits, split_of_documents
+from moelib.data.sources.source import BadRecords, Part, Source
+from moelib.data.tokens.token_store import split_of_documents
 from moelib.data.tokens.tokenizer import Tokenizer, train_bpe
+from moelib.data.tokens.workers import in_processes
 from moelib.runtime.lock import directory_lock
+
+_PARALLEL_BYTES = 1 << 26  # Size of a corpus that is worth the start of processes.
 
 
 def corpus_tokenizer(
@@ -26,6 +31,8 @@ def corpus_tokenizer(
     split_seed: int = 0,
     allow_fewer: bool = False,
     flag: str = "vocab_size",
+    num_processes: int = 1,
+    wait: bool = False,
 ) -> Tokenizer:
     """Returns the tokenizer at `path`, a byte-level BPE that is trained now if the file is missing.
 
@@ -39,16 +46,18 @@ def corpus_tokenizer(
         split_seed: Seed of the token store's splits.
         allow_fewer: Whether a tokenizer with fewer tokens serves too.
         flag: Name of the setting in the message about another size.
+        num_processes: Processes that read a large corpus; the tokenizer is the same with any.
+        wait: Whether to wait for another process that trains it.
 
     Raises:
-        DirectoryInUseError: If another process trains it.
+        DirectoryInUseError: If another process trains it, and this one does not wait.
         UserError: If there is no text, or the tokenizer is of another size.
     """
     trained: Tokenizer | None = None
     if not os.path.exists(path):
-        with _locked(path):
+        with _locked(path, wait):
             if not os.path.exists(path):  # Another process may have just trained it.
-                texts = _texts(source, num_bytes, splits, split_seed)
+                texts = _texts(source, num_bytes, splits, split_seed, num_processes)
                 trained = train_bpe(texts, vocab_size, path)
     tokenizer = trained or Tokenizer.default_config().set(path=path).instantiate()
     found = tokenizer.vocab_size
@@ -65,55 +74,91 @@ def corpus_tokenizer(
 
 
 @contextlib.contextmanager
-def _locked(path: str) -> Iterator[None]:
+def _locked(path: str, wait: bool) -> Iterator[None]:
     """Locks the training of the tokenizer at `path` for the body."""
     folder = f"{path}.partial"
-    with directory_lock(folder, setting="output_dir (--output)"):
+    with directory_lock(folder, setting="output_dir (--output)", wait=wait):
         try:
             yield
         finally:
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)  # The process that was waited for did so.
 
 
 def _texts(
-    source: Source, num_bytes: int, splits: Mapping[str, float] | None, split_seed: int
+    source: Source,
+    num_bytes: int,
+    splits: Mapping[str, float] | None,
+    split_seed: int,
+    num_processes: int,
 ) -> Iterator[str]:
     """Yields the texts to train on, some `num_bytes` of them."""
     if splits is None or len(splits) == 1 or "train" not in splits:
         return sample_documents(source, num_bytes)
-    total = sum(part.num_bytes for part in source.parts())
+    parts = source.parts()
+    total = sum(part.num_bytes for part in parts)
     share = num_bytes / max(splits["train"] * total, 1)
-    return spread(documents_of_split(source, splits, "train", split_seed), share)
+    num_processes = num_processes if total >= _PARALLEL_BYTES else 1
+    return _spread_over_split(parts, splits, split_seed, share, num_processes)
 
 
-def documents_of_split(
-    source: Source, splits: Mapping[str, float], split: str, split_seed: int = 0
+def _spread_over_split(
+    parts: Sequence[Part],
+    splits: Mapping[str, float],
+    split_seed: int,
+    share: float,
+    num_processes: int,
 ) -> Iterator[str]:
-    """Yields the documents that a token store of the source has in a split, in order.
+    """Yields about this share of the text of the split train, spread evenly over it.
 
-    Records without a document are skipped. Raises UserError if there is no such split.
+    The lengths of all documents are read first: they decide which are held out, and are taken.
     """
-    check_splits(splits)
-    if split not in splits:
-        raise UserError(f"There is no split {split!r} in {list(splits)}.")
-    fractions, wanted = list(splits.values()), list(splits).index(split)
-    chosen = np.zeros(0, bool)
-    pieces = (piece for text in source.documents(BadRecords()) for piece in text_pieces(text))
-    for index, text in enumerate(filter(None, pieces)):
-        if index == len(chosen):
-            chosen = split_of_documents(2 * index + 1024, fractions, split_seed) == wanted
-        if chosen[index]:
-            yield text
+
+    def mapped[Job, Result](function: Callable[[Job], Result], jobs: list[Job]) -> Iterator[Result]:
+        purpose = "reading the sample for a tokenizer"
+        return in_processes(function, jobs, num_processes, purpose=purpose, in_order=True)
+
+    of_parts = list(mapped(_lengths, list(parts)))
+    ends = np.cumsum([len(lengths) for lengths in of_parts])
+    lengths = np.concatenate(of_parts)
+    which = split_of_documents(len(lengths), list(splits.values()), split_seed)
+    members = np.flatnonzero(which == list(splits).index("train"))
+    taken = members[spread(lengths[members], share)]
+    local = np.split(taken, np.searchsorted(taken, ends[:-1]))
+    starts = [0, *ends[:-1]]
+    jobs = [(p, x - start) for p, x, start in zip(parts, local, starts, strict=True) if len(x)]
+    for texts in mapped(_texts_at, jobs):
+        yield from texts
 
 
-def spread(texts: Iterable[str], share: float) -> Iterator[str]:
-    """Yields about this share (0 to 1) of all text, spread evenly over it."""
+def _documents(part: Part) -> Iterator[str]:
+    """Yields the documents that a token store has of a part."""
+    pieces = (piece for text in part.documents(BadRecords()) for piece in text_pieces(text))
+    return filter(None, pieces)
+
+
+def _lengths(part: Part) -> npt.NDArray[np.uint32]:
+    """Returns the characters of each document of a part."""
+    return np.fromiter(map(len, _documents(part)), np.uint32)
+
+
+def _texts_at(job: tuple[Part, npt.NDArray[np.int64]]) -> list[str]:
+    """Returns the documents of a part with some indices, which ascend."""
+    part, indices = job
+    wanted = np.zeros(indices[-1] + 1, bool)
+    wanted[indices] = True
+    return list(itertools.compress(_documents(part), wanted))
+
+
+def spread(lengths: npt.NDArray[np.uint32], share: float) -> npt.NDArray[np.bool_]:
+    """Returns which texts [N] to take for about this share (0 to 1) of all characters."""
     seen = taken = 0
-    for text in texts:
-        seen += len(text)
+    chosen = np.zeros(len(lengths), bool)
+    for index, length in enumerate(lengths.tolist()):
+        seen += length
         if taken <= share * seen:
-            taken += len(text)
-            yield text
+            taken += length
+            chosen[index] = True
+    return chosen
 
 
 def sample_documents(source: Source, num_bytes: int, seed: int = 0) -> Iterator[str]:

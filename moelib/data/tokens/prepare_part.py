@@ -43,6 +43,7 @@ class PartOptions:
 
     append_eos: bool
     skip_bad_records: bool
+    prepend_bos: bool = False
 
 
 class PartResult(NamedTuple):
@@ -77,6 +78,7 @@ def tokenize_part(
     counter = bad_records if options.skip_bad_records else None
     divided: list[int] = []
     dtype = np.dtype(token_store.token_dtype(tokenizer.vocab_size)).newbyteorder("<")
+    begin = [tokenizer.bos_id] if options.prepend_bos else []
     end = [tokenizer.eos_id] if options.append_eos else []
     lengths, sizes = array.array("I"), array.array("I")
     num_empty, digest = 0, hashlib.sha256()
@@ -90,7 +92,7 @@ def tokenize_part(
                 num_empty += len(batch) - len(texts)
                 encoded = tokenizer.encode_batch(texts)
                 lost += tokenizer.lost_characters(texts, encoded)
-                ids = [document + end for document in encoded]
+                ids = [begin + document + end for document in encoded]
                 lengths.extend(map(len, ids))
                 tokens = np.array(list(itertools.chain.from_iterable(ids)), np.int64)
                 check_vocabulary(tokens, tokenizer.vocab_size, part.name)
@@ -176,17 +178,19 @@ def part_file(folder: str, index: int, ending: str) -> str:
     return os.path.join(folder, PARTS, f"{index:05d}.{ending}")
 
 
-def _block_hashes(folder: str, index: int) -> dict[str, list[str]]:
+def _block_hashes(folder: str, index: int, *, of_tokens: bool = True) -> dict[str, list[str]]:
     names = [part_file("", index, name) for name in (token_store.LENGTHS, token_store.NUM_BYTES)]
-    names.append(token_store.tokens_file(index))
+    names += [token_store.tokens_file(index)] * of_tokens
     return {name: hash_blocks(os.path.join(folder, name)) for name in names}
 
 
-def read_result(folder: str, index: int, options: PartOptions) -> PartResult | None:
+def read_result(
+    folder: str, index: int, options: PartOptions, *, read_tokens: bool = True
+) -> PartResult | None:
     """Returns the result of a part, or None if it must be tokenized.
 
     That is so if it is not finished, a file has changed since, or it lacks records that these
-    options may not skip.
+    options may not skip. Without `read_tokens`, the file of tokens is not checked.
     """
     path = part_file(folder, index, "json")
     if not os.path.exists(path):
@@ -195,7 +199,8 @@ def read_result(folder: str, index: int, options: PartOptions) -> PartResult | N
         found = read_json(path)
         if found.pop("digest", None) == json_digest(found):
             result = PartResult(**found)  # TypeError: of another version.
-            if result.block_hashes == _block_hashes(folder, index):
+            hashes = _block_hashes(folder, index, of_tokens=read_tokens)
+            if dict(result.block_hashes) == {**result.block_hashes, **hashes}:
                 may_skip = options.skip_bad_records or not result.num_bad_records
                 return result if may_skip else None
     logger.warning("%s or its part's files are damaged; the part is tokenized again.", path)

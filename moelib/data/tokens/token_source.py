@@ -29,6 +29,7 @@ class TokenSource(Configurable):
     name: str  # In messages.
     vocab_size: int  # Every id is below it.
     eos_id: int
+    bos_token: str = ""  # Token before each document; empty for none.
     fingerprint: str  # Hash of the tokens and their division into documents.
     token_num_bytes: npt.NDArray[np.int32]  # [V] bytes of text that each token covers.
     starts: npt.NDArray[np.int64]  # [N] position of each document's first token.

@@ -69,6 +69,7 @@ class StoreMeta:
     splits: dict[str, float]  # Fraction of documents in each split, in order; they sum to 1.
     split_seed: int
     append_eos: bool
+    bos_token: str  # Token before each document; empty for none.
     tokenizer_hash: str
     source_hash: str  # `fingerprint` of the source's parts.
     content_hash: str  # Of tokens and lengths.
@@ -202,6 +203,7 @@ class TokenStore(TokenSource):
                 f"{cfg.tokenizer_hash:.12}; prepare it again, or use the tokenizer in its folder."
             )
         self.vocab_size, self.eos_id = meta.vocab_size, meta.eos_id
+        self.bos_token = meta.bos_token
         self.file_starts = np.concatenate([[0], np.cumsum(meta.file_tokens, dtype=np.int64)])
         self._check_files()
         self._check_blocks(self._blocks()[0])
@@ -347,7 +349,7 @@ class TokenStore(TokenSource):
         if not meta.eos_token:
             raise NoTokenizerError(f"Token store {cfg.path} was not made from text.")
         of_store = Tokenizer.default_config().set(path=cfg.path, eos_token=meta.eos_token)
-        tokenizer: Tokenizer = of_store.instantiate()
+        tokenizer: Tokenizer = of_store.set(bos_token=meta.bos_token or None).instantiate()
         if tokenizer.fingerprint != meta.tokenizer_hash:
             raise UserError(
                 f"{FILE_NAME} of token store {cfg.path} has changed ({tokenizer.fingerprint:.12}, "
@@ -360,11 +362,11 @@ class TokenStore(TokenSource):
         return self.load_tokenizer(self.config)
 
     def texts(self) -> Iterator[str]:
-        """Yields the documents as text, without their end-of-text tokens."""
-        tokenizer = self.tokenizer()
+        """Yields the documents as text, without BOS and end-of-text tokens."""
+        tokenizer, begin = self.tokenizer(), bool(self.meta.bos_token)
         for index in range(self.num_documents):
             ids = self.document(index)
-            yield tokenizer.decode(ids[: len(ids) - self.meta.append_eos])
+            yield tokenizer.decode(ids[begin : len(ids) - self.meta.append_eos])
 
     def verify(self, on_bytes: Callable[[int], None] = lambda _: None) -> None:
         """Reads all files. Raises UserError if one is not as it was written.

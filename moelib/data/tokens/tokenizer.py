@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,11 +49,21 @@ class Tokenizer(Configurable):
     class Config(Configurable.Config):
         path: str = REQUIRED  # A tokenizer.json, or a folder or token store with one.
         eos_token: str = END_OF_TEXT  # Token at the end of a document; part of the vocabulary.
+        bos_token: str | None = None  # Token at the beginning of a prompt; None for none.
 
     def __init__(self, cfg: Config) -> None:
-        """Loads the file. Raises UserError if it is not a tokenizer with the end-of-text token."""
+        """Loads the file. Raises UserError if it is not a tokenizer with these tokens."""
         super().__init__(cfg)
-        self._load(read_text(self.config.path), self.config.eos_token)
+        cfg = self.config
+        self._load(read_text(cfg.path), cfg.eos_token)
+        self.bos_token = cfg.bos_token
+        if cfg.bos_token is not None:
+            self.bos_id = self._tokenizer.token_to_id(cfg.bos_token)
+        if self._adds_bos and self.bos_id is None:
+            raise UserError(
+                f"{cfg.path}: prompts begin with bos_token={cfg.bos_token!r}, which is not a "
+                f"token; correct it (bos_token and add_bos_token in {SETTINGS_FILE})."
+            )
 
     def _load(self, text: str, eos_token: str) -> None:
         import tokenizers
@@ -83,6 +93,7 @@ class Tokenizer(Configurable):
             )
         self.eos_id: int = eos_id
         self.eos_token = eos_token
+        self.bos_token: str | None = None
         self.bos_id: int | None = None  # The token that begins a text, if there is one.
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
@@ -99,7 +110,13 @@ class Tokenizer(Configurable):
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the ids of texts as a model reads prompts, with BOS if the tokenizer adds it."""
-        return self.encode_batch(texts)
+        begin = [] if self.bos_id is None else [self.bos_id]
+        return [begin + ids for ids in self.encode_batch(texts)]
+
+    @property
+    def _adds_bos(self) -> bool | None:
+        """Whether prompts begin with BOS; None: tokenizer.json decides."""
+        return self.config.bos_token is not None
 
     @property
     def prefix_id(self) -> int:
@@ -171,10 +188,15 @@ class Tokenizer(Configurable):
         return self._text
 
     def save(self, folder: str) -> None:
-        """Writes tokenizer.json and tokenizer_config.json, which names the end-of-text token."""
+        """Writes tokenizer.json and tokenizer_config.json, which names end of text and BOS."""
         with atomic_file(os.path.join(folder, FILE_NAME)) as file:
             file.write(self._text)
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos_token}
+        settings: dict[str, str | bool] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": self.eos_token,
+        }
+        if self.bos_token is not None:
+            settings |= {"bos_token": self.bos_token, "add_bos_token": True}
         write_json(os.path.join(folder, SETTINGS_FILE), settings)
 
     def token_num_bytes(self) -> npt.NDArray[np.int32]:
@@ -211,6 +233,24 @@ def read_text(path: str) -> str:
         ) from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def named_token(settings: Mapping[str, Any], name: str) -> str | None:
+    """Returns the text of a token such as "bos_token" in tokenizer_config.json."""
+    token = settings.get(name)
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def bos_token_of(path: str) -> str:
+    """Returns the text of BOS of a tokenizer.json, by the settings in its folder.
+
+    Raises UserError if they name none.
+    """
+    folder = path if os.path.isdir(path) else os.path.dirname(path)
+    settings = os.path.join(folder, SETTINGS_FILE)
+    if (token := named_token(storage.read_json(settings), "bos_token")) is None:
+        raise UserError(f"{settings} names no BOS; set bos_token there, or do not prepend it.")
+    return token
 
 
 class ByteTokenizer(Tokenizer):

@@ -74,6 +74,24 @@ def test_order_depends_on_seed_and_epoch_only(packing):
     assert len(set(starts)) == 3
 
 
+@pytest.mark.parametrize("packing", list(Packing))
+def test_an_epoch_is_a_shuffle_of_the_whole_corpus_whatever_its_order_on_disk(packing):
+    source = _source([9] * 1000 + [33] * 200 + [5] * 2000)
+    tenths: list[np.ndarray] = []
+    for epoch in range(2):
+        plan = make_plan(source, 8, packing, RESET, (0, epoch))
+        pieces = plan.pieces(np.arange(plan.num_rows))
+        assert np.array_equal(np.unique(pieces.row), np.arange(plan.num_rows))
+        when = 10 * pieces.row // plan.num_rows
+        where = 10 * pieces.start // source.num_tokens
+        pairs = np.zeros((10, 10))  # By the tenth of the epoch, and that of the corpus.
+        np.add.at(pairs, (when, where), pieces.length)
+        tenths.append(pairs / pairs.sum(0))
+    for shares in tenths:  # 0.1 each, with the deviation of chance.
+        assert 0.05 < shares.min() < shares.max() < 0.16
+    assert not np.array_equal(*tenths)
+
+
 def test_best_fit_keeps_documents_that_fit_whole():
     source = _source(LENGTHS)
     plan = make_plan(source, 40, Packing.BEST_FIT, RESET, (0, 0))

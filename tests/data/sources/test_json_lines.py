@@ -2,6 +2,7 @@ import gzip
 import json
 import os
 
+import numpy as np
 import pyarrow
 import pytest
 
@@ -15,6 +16,7 @@ def _zstd(data: bytes) -> bytes:
     return pyarrow.compress(data, codec="zstd", asbytes=True)
 
 
+_SKIPPED = bytes.fromhex("502a4d18 04000000 2a000000")
 TEXTS = ["one", "zwei\nlines ü", "", "four" * 50]
 
 
@@ -33,13 +35,26 @@ def _lines(texts: list[str]) -> bytes:
         (".json", bytes),
         (".jsonl.gz", gzip.compress),
         (".jsonl.zst", _zstd),
-        # As parallel compressors write it: several frames.
+        # As parallel compressors and `cat` write it: several members, or frames.
+        (".json.gz", lambda data: gzip.compress(data[:20]) + gzip.compress(data[20:])),
+        (".json.gz", lambda data: gzip.compress(b"") + gzip.compress(data) + gzip.compress(b"")),
         (".json.zst", lambda data: _zstd(data[:20]) + _zstd(data[20:])),
+        (".json.zst", lambda data: _zstd(b"") + _zstd(data[:20]) + _zstd(b"") + _zstd(data[20:])),
+        # pzstd's frames begin with one to skip, which has the size of the next.
+        (".json.zst", lambda data: _SKIPPED + _zstd(data[:20]) + _SKIPPED + _zstd(data[20:])),
     ],
 )
 def test_every_packing_gives_the_same_documents(tmp_path, ending, pack):
     (tmp_path / f"a{ending}").write_bytes(pack(_lines(TEXTS)))
     assert list(_json_lines(tmp_path).documents()) == TEXTS
+
+
+@pytest.mark.parametrize(("ending", "pack"), [(".gz", gzip.compress), (".zst", _zstd)])
+def test_many_members_of_many_buffers_are_read_to_the_end(tmp_path, ending, pack):
+    random = np.random.default_rng(0)  # Its digits compress to half.
+    texts = [" ".join(map(str, random.integers(1 << 40, size=9000))) for _ in range(30)]
+    (tmp_path / f"a.jsonl{ending}").write_bytes(b"".join(pack(_lines([x])) for x in texts))
+    assert list(_json_lines(tmp_path).documents()) == texts
 
 
 @pytest.mark.parametrize("size", [1, 7, 40, 64])

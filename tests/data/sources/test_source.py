@@ -1,6 +1,6 @@
 import pytest
 
-from moelib.core.errors import UserError
+from moelib.data.sources.delimited import Delimited
 from moelib.data.sources.files import TextFiles
 from moelib.data.sources.json_lines import JsonLines
 from moelib.data.sources.source import InMemorySource, fingerprint
@@ -29,7 +29,14 @@ def test_no_documents_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("a.jsonl.zst", JsonLines), ("a.parquet", Tables), ("a.txt", TextFiles)]
+    ("name", "kind"),
+    [
+        ("a.jsonl.zst", JsonLines),
+        ("a.parquet", Tables),
+        ("a.txt", TextFiles),
+        ("a.csv", Delimited),
+        ("a.tsv.gz", Delimited),
+    ],
 )
 def test_the_names_of_files_decide(tmp_path, name, kind):
     (tmp_path / name).write_text("")
@@ -39,17 +46,14 @@ def test_the_names_of_files_decide(tmp_path, name, kind):
     assert list(source_for_path(str(tmp_path / "README")).instantiate().documents()) == ["x"]
 
 
-def test_tables_of_text_mixed_folders_and_empty_ones_are_refused(tmp_path):
+def test_mixed_folders_and_empty_ones_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=str(tmp_path)):
         source_for_path(str(tmp_path))
     with pytest.raises(FileNotFoundError, match="absent does not exist"):
         source_for_path(str(tmp_path / "absent"))
-    for name in ("a.txt", "a.jsonl", "a.csv", "a.tsv"):
+    for name in ("a.txt", "a.jsonl", "a.csv"):
         (tmp_path / name).write_text("a,b")
-    with pytest.raises(ValueError, match=r"\(JSON"):
+    with pytest.raises(ValueError, match=r"\(JSON lines, CSV or TSV, text"):
         source_for_path(str(tmp_path))
-    for name in ("a.csv", "a.tsv"):
-        with pytest.raises(UserError, match=f"{name}.*JSON lines"):
-            source_for_path(str(tmp_path / name))
     pattern = str(tmp_path / "*.jsonl")
     assert source_for_path(pattern).paths == [pattern]

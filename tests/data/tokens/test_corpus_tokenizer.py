@@ -1,17 +1,20 @@
 import os
+import pathlib
+import threading
+import time
 
+import numpy as np
 import pytest
 
 from moelib.data.sources.source import InMemorySource
 from moelib.data.tokens import corpus_tokenizer as module
 from moelib.data.tokens.corpus_tokenizer import (
     corpus_tokenizer,
-    documents_of_split,
     sample_documents,
     spread,
 )
 from moelib.data.tokens.prepare import prepare
-from moelib.data.tokens.tokenizer import ByteTokenizer
+from moelib.data.tokens.tokenizer import ByteTokenizer, train_bpe
 from moelib.runtime.lock import DirectoryInUseError, directory_lock
 
 TEXTS = [f"text number {i}" for i in range(200)]
@@ -61,26 +64,46 @@ def test_documents_that_are_held_out_train_no_tokenizer(tmp_path, monkeypatch):
     splits = {"validation": 0.3, "train": 0.7}
     path = str(tmp_path / "tokenizer.json")
     corpus_tokenizer(_source(TEXTS), 270, path, splits=splits, split_seed=2)
-    assert seen == list(documents_of_split(_source(TEXTS), splits, "train", 2))
+    assert seen == _texts_of_split(tmp_path, TEXTS, splits, 2)
     assert 0 < len(seen) < len(TEXTS)
 
 
-def test_documents_of_a_split_are_those_that_the_store_has(tmp_path):
-    texts = [f"Text {i}" if i % 7 else "" for i in range(3000)]
-    splits = {"train": 0.8, "validation": 0.2}
-    source = _source(texts)
-    store = prepare(
-        source,
-        ByteTokenizer.default_config().instantiate(),
-        str(tmp_path / "store"),
-        splits=splits,
-        split_seed=3,
-    )
-    for split in splits:
-        want = store.config.clone(split=split).instantiate().texts()
-        assert list(documents_of_split(source, splits, split, split_seed=3)) == list(want)
-    with pytest.raises(ValueError, match="'test'"):
-        list(documents_of_split(source, splits, "test"))
+def _texts_of_split(
+    folder: pathlib.Path, texts: list[str], splits: dict[str, float], seed: int
+) -> list[str]:
+    """Returns the texts that a token store has in the split train."""
+    tokenizer, path = ByteTokenizer.default_config().instantiate(), str(folder / "store")
+    store = prepare(_source(texts), tokenizer, path, splits=splits, split_seed=seed)
+    return list(store.config.clone(split="train").instantiate().texts())
+
+
+@pytest.mark.parametrize("num_bytes", [600, 10_000])
+def test_any_number_of_processes_reads_the_same_sample(tmp_path, monkeypatch, num_bytes):
+    monkeypatch.setattr(module, "_PARALLEL_BYTES", 1)
+    texts = [f"Text {i} " * (i % 4) for i in range(200)]  # Four parts; some are empty.
+    splits = {"test": 0.4, "train": 0.6}
+    one, three = (list(module._texts(_source(texts), num_bytes, splits, 1, n)) for n in (1, 3))
+    assert one == three
+    whole = _texts_of_split(tmp_path, texts, splits, 1)
+    assert [text for text in whole if text in set(one)] == one
+    assert (one == whole) == (num_bytes == 10_000)
+
+
+def test_a_share_waits_for_the_tokenizer_that_another_one_trains(tmp_path, caplog):
+    path = str(tmp_path / "tokenizer.json")
+    options = {"args": (_source(TEXTS), 270, path), "kwargs": {"wait": True}}
+    thread = threading.Thread(target=corpus_tokenizer, **options)
+    with module._locked(path, wait=False):
+        thread.start()
+        deadline = time.monotonic() + 60
+        while not caplog.messages:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        trained = train_bpe(TEXTS, 270, path)
+    thread.join()
+    assert f"{path}.partial/.lock (process {os.getpid()} on" in caplog.messages[0]
+    assert corpus_tokenizer(_source(TEXTS), 270, path).fingerprint == trained.fingerprint
+    assert os.listdir(tmp_path) == ["tokenizer.json"]
 
 
 def test_a_sample_or_share_comes_from_all_over_and_has_the_asked_size():
@@ -91,7 +114,8 @@ def test_a_sample_or_share_comes_from_all_over_and_has_the_asked_size():
     assert len({int(text) // 64 for text in sample}) == 15  # Parts, of 16.
     assert sample == list(sample_documents(source, 400))
     assert sorted(sample_documents(source, 10_000)) == texts
-    taken = [int(text) for text in spread(texts, 0.1)]
+    lengths = np.full(1000, 4, np.uint32)
+    taken = np.flatnonzero(spread(lengths, 0.1)).tolist()
     assert len(taken) == 101  # The first, and then a tenth.
     assert {number // 100 for number in taken} == set(range(10))
-    assert list(spread(texts, 1.0)) == texts
+    assert spread(lengths, 1.0).all()

@@ -18,7 +18,7 @@ from moelib.core.errors import UserError
 from moelib.data.sources import source as source_module
 from moelib.data.sources.json_lines import JsonLines
 from moelib.data.sources.source import BadRecordError, BadRecords, InMemorySource, Part, Source
-from moelib.data.tokens import prepare as prepare_module
+from moelib.data.tokens import preparation as preparation_module
 from moelib.data.tokens import prepare_part
 from moelib.data.tokens.prepare import prepare
 from moelib.data.tokens.token_store import TokenStore
@@ -168,7 +168,7 @@ def test_a_tokenizer_that_loses_text_is_refused_unless_accepted(
     tokenizer, out = _lossy(tmp_path, unknown, normalizer), str(tmp_path / "store")
     with pytest.raises(UserError, match=f"loses {lost} of .*accept_lossy_tokenizer"):
         prepare(_source([text, "the end"]), tokenizer, out)
-    monkeypatch.setattr(prepare_part, "tokenize_part", None)  # The part is finished.
+    monkeypatch.setattr(preparation_module, "tokenize_part", None)  # The part is finished.
     prepare(_source([text, "the end"]), tokenizer, out, accept_lossy_tokenizer=True)
     monkeypatch.undo()
     prepare(_source([text, "z" * 100 * lost]), tokenizer, out + "2")
@@ -185,22 +185,23 @@ def test_a_source_without_text_is_refused(tmp_path):
 
 def _fails_after(count: int, error: Exception) -> Callable[..., Any]:
     """Returns a `tokenize_part` that fails once `count` parts are finished."""
-    left = [count]
+    left, tokenize_part = [count], prepare_part.tokenize_part
 
     def tokenize(*args: Any) -> prepare_part.PartResult:
         if not left[0]:
             raise error
         left[0] -= 1
-        return prepare_part.tokenize_part(*args)
+        return tokenize_part(*args)
 
     return tokenize
 
 
-def _killed(path: object, step: str = "tokenize_part", count: int = 2, **options: Any) -> None:
-    """Prepares a store, until a step of it has succeeded some times and is interrupted."""
+def _killed(path: object, count: int = 2, **options: Any) -> None:
+    """Prepares a store, until some parts are finished; with all, while they are joined."""
     source = options.pop("source", _source(TEXTS))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare_module, step, _fails_after(count, KeyboardInterrupt()))
+        patch.setattr(preparation_module, "tokenize_part", _fails_after(count, KeyboardInterrupt()))
+        patch.setattr(preparation_module, "_finish", _fails_after(0, KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             _prepare(source, path, **options)
 
@@ -212,19 +213,16 @@ def test_a_killed_run_resumes_from_its_finished_parts(tmp_path, monkeypatch, cap
     cut = pathlib.Path(f"{path}.partial", "tokens-00003.bin")
     cut.write_bytes(cut.read_bytes()[:3] if cut.exists() else b"abc")
     left = _fails_after(2, AssertionError("more than the two parts that were left"))
-    monkeypatch.setattr(prepare_module, "tokenize_part", left)
+    monkeypatch.setattr(preparation_module, "tokenize_part", left)
     store = _prepare(_source(TEXTS), path)
     assert "2 of 4 parts are finished" in capsys.readouterr().err
     assert _contents(store) == _contents(whole)
 
 
-def test_a_finished_part_that_is_damaged_is_tokenized_again(tmp_path, monkeypatch):
+def test_a_finished_part_that_is_damaged_is_tokenized_again(tmp_path):
     whole = _prepare(_source(TEXTS), tmp_path / "whole")
     path = str(tmp_path / "store")
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "_finish", _fails_after(0, KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
-            _prepare(_source(TEXTS), path)
+    _killed(path, 4)
     folder = pathlib.Path(path + ".partial")
     for name in ("tokens-00000.bin", "parts/00001.lengths.npy", "parts/00002.num_bytes.npy"):
         data = bytearray((folder / name).read_bytes())
@@ -263,6 +261,15 @@ def test_a_finished_store_is_found_again_and_never_replaced(tmp_path, capsys):
     os.mkdir(tmp_path / "mine")
     with pytest.raises(FileExistsError, match="`moelib prepare`"):
         _prepare(_source(TEXTS), tmp_path / "mine")
+
+
+def test_files_of_the_work_that_a_kill_left_in_a_finished_store_are_removed(tmp_path):
+    store = _prepare(_source(TEXTS), tmp_path / "store")
+    before = _contents(store)
+    (tmp_path / "store/parts").mkdir()
+    for name in (".lock", ".begin.lock", "parts/00000.json"):
+        (tmp_path / "store" / name).touch()
+    assert _contents(_prepare(_source(TEXTS), tmp_path / "store")) == before
 
 
 def test_a_partial_folder_of_something_else_is_kept(tmp_path):
@@ -319,7 +326,7 @@ def test_skipping_bad_records_keeps_the_parts_that_were_finished_without(tmp_pat
 
 def test_parts_and_stores_without_their_bad_records_are_used_only_where_they_are_skipped(tmp_path):
     source, path = _broken_source(tmp_path), tmp_path / "store"
-    _killed(path, "_finish", 0, source=source, skip_bad_records=True)
+    _killed(path, source=source, skip_bad_records=True)
     with pytest.raises(BadRecordError, match=r"b\.jsonl:2:.*JSON.*--skip_bad_lines"):
         _prepare(source, path)
     _prepare(source, path, skip_bad_records=True).verify()

@@ -1,0 +1,97 @@
+"""Documents in the rows of CSV and TSV files, plain, .gz or .zst."""
+
+import csv
+import dataclasses
+import io
+import sys
+from collections.abc import Iterator, Sequence
+
+from moelib.core.config import REQUIRED, config_class
+from moelib.core.errors import UserError
+from moelib.data.sources.files import FileStamp, find_files
+from moelib.data.sources.json_lines import PACKED, open_packed, unpacking
+from moelib.data.sources.source import BadRecordError, BadRecords, Part, Source
+from moelib.runtime.storage import readable
+
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+ENDINGS = tuple(stem + packed for stem in DELIMITERS for packed in PACKED)
+
+_MAX_FIELD_CHARS = 1 << 31 if sys.maxsize > 1 << 32 else sys.maxsize  # Of the module csv: 128 KiB.
+
+
+@dataclasses.dataclass(frozen=True)
+class DelimitedPart:
+    """All rows of a file: a row may have several lines, so that no line tells where one begins."""
+
+    file: FileStamp
+    column: str
+    delimiter: str
+
+    @property
+    def name(self) -> str:
+        """The file."""
+        return self.file.path
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the text, estimated for a compressed file."""
+        return self.file.num_text_bytes
+
+    def documents(self, bad_records: BadRecords | None = None) -> Iterator[str]:
+        """Yields the values of the column; a row with fewer fields or more is a bad record."""
+        path = self.file.path
+        with readable(path), unpacking(path), open_packed(path) as file:
+            lines = io.TextIOWrapper(file, "utf-8-sig", newline="")
+            csv.field_size_limit(_MAX_FIELD_CHARS)
+            rows = csv.reader(lines, delimiter=self.delimiter, strict=True)
+            try:
+                header = next(rows, [])
+                if header.count(self.column) != 1:
+                    raise UserError(
+                        f"{path}: {header.count(self.column)} columns are named {self.column!r} in "
+                        f"its first row, {header!s:.200}; set column (--text_field) to one."
+                    )
+                index = header.index(self.column)
+                for row in filter(None, rows):  # Blank lines are no rows.
+                    if len(row) == len(header):
+                        yield row[index]
+                        continue
+                    error = BadRecordError(
+                        f"{path}:{rows.line_num}: {len(row)} fields, and the header has "
+                        f"{len(header)}"
+                    )
+                    if bad_records is None:
+                        raise error
+                    bad_records.add(error)
+            except (csv.Error, UnicodeDecodeError) as error:
+                raise UserError(
+                    f"{path}:{rows.line_num}: not a table of text in UTF-8 ({error}); correct it, "
+                    "or exclude it from paths."
+                ) from None
+
+
+class Delimited(Source):
+    """Rows of .csv or .tsv files, of which the first names the columns.
+
+    A field may be quoted by `"`, and then has delimiters and line ends, and quotes as `""`.
+    """
+
+    @config_class
+    class Config(Source.Config):
+        paths: Sequence[str] = REQUIRED  # Files, folders or glob patterns.
+        column: str = "text"  # The column that holds the document.
+
+    def parts(self) -> Sequence[Part]:
+        """Returns the files; a large corpus should have many."""
+        return [
+            DelimitedPart(file, self.config.column, _delimiter(file.path))
+            for file in find_files(self.config.paths, ENDINGS)
+        ]
+
+
+def _delimiter(path: str) -> str:
+    """Returns what separates the fields, by the ending of a file."""
+    for ending, delimiter in DELIMITERS.items():
+        if path.endswith(tuple(ending + packed for packed in PACKED)):
+            return delimiter
+    raise UserError(f"{path}: the name of a table ends in {', '.join(ENDINGS)}; rename it.")
