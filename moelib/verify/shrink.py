@@ -17,6 +17,7 @@ from moelib.data.batches.mixture import Mixture
 from moelib.data.batches.packing import LongDocuments
 from moelib.data.batches.synthetic import SyntheticTokens
 from moelib.layers.mixers.delta_net import DeltaNet
+from moelib.layers.mixers.mamba2 import Mamba2
 from moelib.learner.moments import MomentFormat
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.verify.batches import vocab_size
@@ -26,10 +27,13 @@ _WIDTHS = ("dim", "input_dim", "output_dim", "hidden_dim", "embedding_dim", "mod
 _VOCABULARIES = ("vocab_size", "num_embeddings")
 # With few rotary pairs, the ramp of YaRN would begin at the first one whatever `beta_fast`.
 _HEAD_DIMS = {"head_dim": 8, "nope_head_dim": 8, "rope_head_dim": 16, "v_head_dim": 6,
-              "key_head_dim": 8, "value_head_dim": 6}  # fmt: skip
+              "key_head_dim": 8, "value_head_dim": 6, "state_dim": 8}  # fmt: skip
 _STATE_EPS = 0.1
-# Fields of the heads of a layer, and of those that they share.
-_HEADS = ("num_heads", "num_kv_heads"), ("num_value_heads", "num_key_heads")
+# Fields of the heads of a layer, and of what they share.
+_HEADS = (
+    ("num_heads", "num_kv_heads", "num_groups"),
+    ("num_value_heads", "num_key_heads"),
+)
 _WINDOW, _SEQ_LEN, _MAX_STEP = 7, 32, 8
 _SMALL_WIDTH = 32  # Widths up to this stay.
 
@@ -118,11 +122,12 @@ def _fewer_layers(cfg: Any, num_blocks: int) -> None:
         holder.set(first_layers=kept, num_layers=len(kept) + min(repeats, num_blocks) * len(block))
 
 
-def _smaller_heads(cfg: ConfigBase, num_devices: int, many: str, few: str) -> None:
-    sizes = _sizes(cfg, (many, few))
+def _smaller_heads(cfg: ConfigBase, num_devices: int, many: str, *shared_names: str) -> None:
+    sizes = _sizes(cfg, (many, *shared_names))
     if many not in sizes:
         return
-    heads, shared = sizes[many], sizes.get(few)
+    heads, few = sizes[many], next((name for name in shared_names if name in sizes), "")
+    shared = sizes.get(few)
     if shared is None:
         cfg.set(**{many: _with_same_divisors(heads, num_devices, 2)})
     else:
@@ -144,7 +149,7 @@ def _larger_eps(cfg: ConfigBase) -> None:
 
     A state of few tokens holds little, of which a norm would magnify the rounding.
     """
-    mixers = [each for each in _configs(cfg) if isinstance(each, DeltaNet.Config)]
+    mixers = [each for each in _configs(cfg) if isinstance(each, DeltaNet.Config | Mamba2.Config)]
     held = {mixer.norm.eps for mixer in mixers}
     for holder in _configs(cfg):
         if dict(holder.items()).get("eps") in held:

@@ -12,6 +12,7 @@ from moelib.layers.attention.latent import LatentAttention
 from moelib.layers.base import BaseLayer
 from moelib.layers.mixers.gated_delta_net import GatedDeltaNet
 from moelib.layers.mixers.kimi_delta_attention import KimiDeltaAttention
+from moelib.layers.mixers.mamba2 import Mamba2
 from moelib.layers.norm import RMSNorm
 from moelib.layers.remat import remat
 from moelib.parallel.pipeline.schedule import Schedule
@@ -36,6 +37,10 @@ MIXERS: dict[str, tuple[BaseLayer.Config, BaseLayer.Config]] = {
     "kimi_delta_attention": (
         KimiDeltaAttention.default_config().set(**SIZES),
         LatentAttention.default_config().set(num_heads=8, rope=None, **LATENT),
+    ),
+    "mamba2": (
+        Mamba2.default_config().set(num_heads=8, num_groups=4, state_dim=8, head_dim=6),
+        GroupedQueryAttention.default_config().set(num_heads=8, num_kv_heads=4, rope=None),
     ),
 }
 
