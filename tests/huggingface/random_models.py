@@ -234,7 +234,7 @@ CHOICES = {
     "granitemoehybrid": {
         **GROUPED,
         **FACTORS,
-        "layer_types": [[LINEAR, FULL, LINEAR], [FULL, LINEAR, LINEAR], [LINEAR, LINEAR, FULL]],
+        "layer_types": [[STATE, FULL, STATE], [FULL, STATE, STATE], [STATE, STATE, FULL]],
         "mamba_conv_bias": BOTH,
         "mamba_d_conv": [2, 4],
         "mamba_d_state": [4, 6],
