@@ -159,9 +159,10 @@ def settings_of(cfg: CausalLM.Config) -> tuple[Family, dict[str, Any]]:
         if family.written_as is not None:
             continue
         try:
-            reader = Settings(family.settings(cfg), family.model_type, family.defaults, None)
+            written = family.settings(cfg)
+            reader = Settings(written, family.model_type, family.defaults, None)
             found = _computed(family.model(reader))
-            settings = {name: x for name, x in reader.values.items() if name in reader.known}
+            settings = {name: x for name, x in written.items() if reader.is_known(name)}
         except (AttributeError, KeyError, StopIteration, TypeError, ValueError):
             continue  # The family has no such layer.
         if found != wanted:

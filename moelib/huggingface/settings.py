@@ -148,6 +148,7 @@ class Settings:
         self.values = {name: x for name, x in values.items() if name not in absent}
         self.source, self._defaults = source, defaults or {}
         self.known: set[str] = set(_NEUTRAL)
+        self._renamed: Mapping[str, str] = {}
 
     def inner(self, values: Mapping[str, Any]) -> "Settings":
         """Returns other settings of the same file, with the same defaults and ignored names."""
@@ -195,6 +196,11 @@ class Settings:
     def rename(self, names: Mapping[str, str]) -> None:
         """Gives settings that a family spells differently the names that others have."""
         self.values = {names.get(name, name): x for name, x in self.values.items()}
+        self._renamed = names
+
+    def is_known(self, name: str) -> bool:
+        """Returns whether a setting, as the family spells it, was read or changes no logits."""
+        return self._renamed.get(name, name) in self.known
 
     def skip(self, *names: str) -> None:
         """Marks settings as read that follow from others."""

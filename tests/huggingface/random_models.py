@@ -234,6 +234,7 @@ CHOICES = {
     "granitemoehybrid": {
         **GROUPED,
         **FACTORS,
+        "attention_bias": [False],  # Without positions that of keys has no gradient.
         "layer_types": [[STATE, FULL, STATE], [FULL, STATE, STATE], [STATE, STATE, FULL]],
         "mamba_conv_bias": BOTH,
         "mamba_d_conv": [2, 4],

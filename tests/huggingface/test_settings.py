@@ -8,7 +8,7 @@ import pytest
 
 from moelib.core.errors import UserError
 from moelib.huggingface.blocks import layers_of
-from moelib.huggingface.families import published_settings, read_model
+from moelib.huggingface.families import published_settings, read_model, settings_of
 from moelib.layers.rope import RotaryEmbedding, YarnRotaryEmbedding
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
@@ -159,3 +159,13 @@ def test_one_rotary_embedding_of_olmo_3_is_that_of_layers_without_a_window():
 def test_more_heads_than_the_width_are_refused():
     with pytest.raises(UserError, match=r"num_attention_heads=1000.*hidden_size"):
         read("mixtral", num_attention_heads=1000, head_dim=None)
+
+
+@pytest.mark.parametrize("family", ["kimi_linear", "granitemoehybrid", "qwen3_next"])
+def test_what_is_written_has_the_names_and_values_of_the_published_settings(family):
+    published = json.loads((FIXTURES / family / "config.json").read_text())
+    _, written = settings_of(read_model(published, "config.json")[1])
+    names = [name for name in written if "expert" in name or name.startswith("moe_")]
+    assert len(names) > 1
+    for name in names:
+        assert written[name] == published[name], name
