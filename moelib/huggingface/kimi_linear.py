@@ -90,9 +90,8 @@ def _model(settings: Settings) -> CausalLM.Config:
     for name in ("rope_parameters", "rope_scaling", "rope_theta"):  # It has no positions.
         settings.take(name, None)
     published = settings.take(_LINEAR_CONFIG, None) or {}
-    head_dim, heads, width = (
-        published.get(name) or settings.take(setting) for setting, name in _LINEAR.items()
-    )
+    own = {name: settings.take(setting) for setting, name in _LINEAR.items()}
+    head_dim, heads, width = (published.get(name) or own[name] for name in _LINEAR.values())
     delta = KimiDeltaAttention.default_config().set(
         num_value_heads=heads,
         key_head_dim=head_dim,
