@@ -145,7 +145,8 @@ def past_lines(lines: Mapping[str, str], step: int) -> tuple[str, ...]:
     """
     suffix = ".after_step"
     return tuple(
-        path.removesuffix(suffix)
+        path.removesuffix(suffix) + separator
         for path, value in lines.items()
         if path.startswith("phases") and path.endswith(suffix) and int(value) < step
+        for separator in ".["  # Not the lines of a phase whose name begins with this one's.
     )
