@@ -63,6 +63,8 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     cfg.set(
         checkpointer=Checkpointer.default_config().set(save_policy=policy),
         max_step=4 * flags.interval,
+        phases={},  # All steps have the settings of one.
+        phase=None,
         log_every_n_steps=1,
         skip_kernel_check=True,
     )

@@ -37,7 +37,7 @@ def measured_step_seconds(cfg: Any, num_steps: int = 5) -> float:
         num_steps: Steps of an interval, of which there are five.
     """
     cfg = cfg.clone(evalers={}, checkpointer=None, watchers={})
-    cfg.set(max_step=_INTERVALS * num_steps, log_every_n_steps=num_steps)
+    cfg.set(max_step=_INTERVALS * num_steps, log_every_n_steps=num_steps, phases={}, phase=None)
     cfg.input = SyntheticInput.default_config().set(
         seq_len=cfg.input.seq_len, global_batch_size=cfg.input.global_batch_size
     )
