@@ -72,7 +72,7 @@ def figures(cfg: Any, length: int, on: Topology, *, token_by_token: bool = False
         params = jax.tree.map(lambda x: array(x.shape, x.dtype), shapes)
         x = array((1, length, _DIM), jnp.bfloat16)
         compiled = jax.jit(run).lower(params, x, array((1, length), jnp.int32), x).compile()
-    text = compiled.as_text()
+    text = compiled.as_text() or ""
     program, sizes = parse(text), dict(mesh.shape)
     found = count(compiled, program, sizes, rows_routed=None, model_flops=0)["figures"]
     links = Links(describe(on.name), candidates.Mesh((("data", len(on.devices)),)))
