@@ -143,6 +143,10 @@ class InitFrom(Configurable):
         targets = {
             there: _target(own[here], saved[there], here, run) for here, there in names.items()
         }
+        if upcycle is not None:
+            arrays = {here: saved[there] for here, there in experts.items()}
+            shapes = {here: jax.ShapeDtypeStruct(x[1], x[0]) for here, x in arrays.items()}
+            upcycle.check_sizes(shapes, own)
         for here in names:
             own[here].delete()
         for here, there in experts.items():

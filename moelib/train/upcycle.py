@@ -6,8 +6,8 @@ matrices up.
 
 import functools
 import logging
-from collections.abc import Collection, Mapping
-from typing import Annotated
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,13 @@ class Upcycle(Configurable):
             )
         return found
 
+    def check_sizes(
+        self, dense: Mapping[str, jax.ShapeDtypeStruct], own: Mapping[str, jax.Array]
+    ) -> None:
+        """Raises UserError if the sizes of dense layers do not fit; arguments as `experts`."""
+        for layer in _layers(dense):
+            _granularity(layer, *([x[path] for path in _paths(layer)] for x in (dense, own)))
+
     def experts(
         self, dense: Mapping[str, jax.Array], own: Mapping[str, jax.Array]
     ) -> dict[str, jax.Array]:
@@ -67,16 +74,12 @@ class Upcycle(Configurable):
 
         Args:
             dense: Arrays of the dense model, by the paths that experts have here.
-            own: Parameters of this run.
-
-        Raises:
-            UserError: If the sizes do not fit.
+            own: Parameters of this run, whose sizes must fit.
         """
         cfg: Upcycle.Config = self.config
         new: dict[str, jax.Array] = {}
-        layers = sorted({path.rpartition("/")[0] for path in dense})
-        for number, layer in enumerate(layers):
-            paths = f"{layer}/up", f"{layer}/down"
+        for number, layer in enumerate(_layers(dense)):
+            paths = _paths(layer)
             initial = [own[path] for path in paths]
             granularity = _granularity(layer, [dense[path] for path in paths], initial)
             num_experts = initial[1].shape[-3]
@@ -112,7 +115,15 @@ def sharding_of_dense(path: str, own: jax.Array) -> jax.sharding.NamedSharding:
     return jax.sharding.NamedSharding(split.mesh, jax.P(*entries))
 
 
-def _granularity(layer: str, dense: list[jax.Array], own: list[jax.Array]) -> int:
+def _layers(paths: Iterable[str]) -> list[str]:
+    return sorted({path.rpartition("/")[0] for path in paths})
+
+
+def _paths(layer: str) -> tuple[str, str]:
+    return f"{layer}/up", f"{layer}/down"
+
+
+def _granularity(layer: str, dense: Sequence[Any], own: Sequence[Any]) -> int:
     """Returns the experts that a dense layer is divided into."""
     (_, down), (up_here, down_here) = dense, own
     *lead, num_experts, width, dim = down_here.shape
