@@ -50,8 +50,8 @@ def shrink(cfg: Any, num_devices: int) -> tuple[Any, list[Change]]:
     """Returns a small copy of a trainer's config, in float32 on synthetic data, and the changes.
 
     Every kind of layer and every setting other than sizes is kept: two blocks of repeated layers,
-    three in a pipeline, and one of several equal first layers. The copy can be split over up to
-    `num_devices` devices.
+    three in a pipeline, and one of several equal layers of a block, or before the blocks. The copy
+    can be split over up to `num_devices` devices.
     """
     small = cfg.clone()
     _fewer_layers(small, num_blocks=2 if cfg.pipeline_schedule is None else 3)
@@ -116,10 +116,11 @@ def _fewer_layers(cfg: Any, num_blocks: int) -> None:
             holder.set(num_layers=min(layers, num_blocks))
             continue
         first = values.get("first_layers", [])
-        repeats = (layers - len(first)) // max(len(block), 1)
-        texts = [layer.debug_string() for layer in first]
-        kept = [layer for i, layer in enumerate(first) if texts[i] not in texts[:i]]
-        holder.set(first_layers=kept, num_layers=len(kept) + min(repeats, num_blocks) * len(block))
+        repeats = min((layers - len(first)) // max(len(block), 1), num_blocks)
+        first, block = (
+            list({x.debug_string(): x for x in each}.values()) for each in (first, block)
+        )
+        holder.set(first_layers=first, block=block, num_layers=len(first) + repeats * len(block))
 
 
 def _smaller_heads(cfg: ConfigBase, num_devices: int, many: str, *shared_names: str) -> None:
@@ -140,7 +141,10 @@ def _smaller_heads(cfg: ConfigBase, num_devices: int, many: str, *shared_names: 
         )
         cfg.set(**{many: num_heads, few: num_shared})
     fields = dict(cfg.items())  # An unset `head_dim` would be the width over few heads.
-    cfg.set(**{name: size for name, size in _HEAD_DIMS.items() if name in fields})
+    small = {name: size for name, size in _HEAD_DIMS.items() if name in fields}
+    if "key_head_dim" in fields and fields["key_head_dim"] == fields["value_head_dim"]:
+        small["value_head_dim"] = small["key_head_dim"]
+    cfg.set(**small)
     _smaller(cfg, ("rotary_dim",), lambda _: 4)
 
 

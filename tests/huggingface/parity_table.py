@@ -30,7 +30,8 @@ FAMILIES = (
     *("deepseek_v3", "glm4_moe_lite", "glm4_moe", "solar_open", "dots1", "exaone_moe", "hy_v3"),
     *("minimax_m2", "mistral4", "ernie4_5_moe", "ernie4_5_vl_moe", "qwen3_vl_moe", "gpt_oss"),
     *("qwen2", "mistral", "smollm3", "olmo2", "olmo3", "granite", "hunyuan_v1_dense"),
-    *("flex_olmo", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "dbrx"),
+    *("flex_olmo", "granitemoe", "granitemoeshared", "granitemoehybrid", "hunyuan_v1_moe", "dbrx"),
+    *("qwen3_next", "qwen3_5_moe", "kimi_linear"),
 )
 ROOT = pathlib.Path(__file__).parents[2]
 NUM_IN_PROMPT = 5  # Tokens that are stored in the cache at once; the others one by one.
