@@ -35,7 +35,7 @@ class Indexer(BaseLayer):
     """
 
     quantized: ClassVar[tuple[str, ...]] = ("q", "k")
-    detached: ClassVar[bool] = True
+    trains_itself: ClassVar[bool] = True
 
     @config_class
     class Config(BaseLayer.Config):
