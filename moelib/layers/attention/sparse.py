@@ -31,18 +31,11 @@ _CHUNK = 64  # Most queries of a chunk.
 
 
 class Index(NamedTuple):
-    """Projections of tokens, from which the scores of all pairs of tokens are computed."""
+    """Projections of tokens, of which the score of a query and a key is sum_j w_j ReLU(q_j . k)."""
 
     queries: Float[Array, "B S J i"]
-    weights: Float32[Array, "B S J"]  # Weights of the heads' scores.
+    weights: Float32[Array, "B S J"]  # Weights of the heads.
     keys: Float[Array, "B L i"]
-
-    def scores(self) -> Float32[Array, "B S L"]:
-        """Returns sum_j w_j ReLU(q_j . k), eq. 1 of the source."""
-        products = jnp.einsum(
-            "bsji,bli->bsjl", self.queries, self.keys, preferred_element_type=jnp.float32
-        )
-        return jnp.sum(jax.nn.relu(products) * self.weights[..., None], axis=2)
 
 
 class Queries(NamedTuple):
@@ -160,29 +153,40 @@ def _attend(
 ) -> Results:
     """Returns the results of a chunk of queries."""
     q, dtype = queries.q, queries.q.dtype
-    index = Index(queries.index_queries, queries.index_weights, keys.index_keys.astype(dtype))
-    scores = index.scores()
-    seen = jnp.arange(scores.shape[-1])[None, None] <= queries.own_key[..., None]  # [B, c, L]
-    if queries.segment_ids is not None and keys.segment_ids is not None:
-        seen &= queries.segment_ids[..., None] == keys.segment_ids[:, None]
-    scores = jnp.where(seen, scores, -jnp.inf)
-    latents, dims = keys.latents, "bkn"
+    latents, index_keys, dims = keys.latents, keys.index_keys, "bk"
+    own_segment, segments = queries.segment_ids, keys.segment_ids
+    seen = jnp.arange(latents.shape[1])[None, None] <= queries.own_key[..., None]
+    if own_segment is not None and segments is not None:
+        seen &= own_segment[..., None] == segments[:, None]  # [B, c, L]
     if num_chosen is not None:
-        scores, ids = lax.top_k(scores, num_chosen)  # [B, c, K]
-        gather = lambda latents, ids: latents.at[ids].get(mode="promise_in_bounds")
-        latents, dims = jax.vmap(gather)(latents, ids), "bckn"
-    latents, up, seen = latents.astype(dtype), keys.up.astype(dtype), scores > -jnp.inf
+        scores = _scores(*lax.stop_gradient((queries, index_keys)), dims)
+        best, ids = lax.top_k(jnp.where(seen, scores, -jnp.inf), num_chosen)  # [B, c, K]
+        gather = jax.vmap(lambda x, ids: x.at[ids].get(mode="promise_in_bounds"))
+        latents, index_keys = gather(latents, ids), gather(index_keys, ids)
+        seen, dims = best > -jnp.inf, "bck"
+    # Of chosen pairs again: their scores alone have a gradient.
+    scores = jnp.where(seen, _scores(queries, index_keys, dims), -jnp.inf)
+    latents, up = latents.astype(dtype), keys.up.astype(dtype)
     rank, nope = up.shape[0], q.shape[-1] - (latents.shape[-1] - up.shape[0])
     absorbed = jnp.einsum("bchk,dhk->bchd", q[..., :nope], up[..., :nope])
     absorbed = jnp.concatenate([absorbed, q[..., nope:]], axis=-1)  # [B, c, H, n]
     products = jnp.einsum(
-        f"bchn,{dims}->bchk", absorbed, latents, preferred_element_type=jnp.float32
+        f"bchn,{dims}n->bchk", absorbed, latents, preferred_element_type=jnp.float32
     )
     products = jnp.where(seen[:, :, None], products * scale, -jnp.inf)
     probs = jax.nn.softmax(products, axis=-1)  # [B, c, H, K]
-    out = jnp.einsum(f"bchk,{dims}->bchn", probs.astype(dtype), latents)[..., :rank]
+    out = jnp.einsum(f"bchk,{dims}n->bchn", probs.astype(dtype), latents)[..., :rank]
     out = jnp.einsum("bchd,dhk->bchk", out, up[..., nope:])
     return out, _divergence(lax.stop_gradient(probs), scores, seen, head_axes)
+
+
+def _scores(
+    queries: Queries, index_keys: Float[Array, "B ... i"], dims: str
+) -> Float32[Array, "B c K"]:
+    """Returns eq. 1 for queries and keys, which are "bk" or, of each query, "bck"."""
+    q, k = queries.index_queries, index_keys.astype(queries.index_queries.dtype)
+    products = jnp.einsum(f"bcji,{dims}i->bcjk", q, k, preferred_element_type=jnp.float32)
+    return jnp.sum(jax.nn.relu(products) * queries.index_weights[..., None], axis=2)
 
 
 def _divergence(
