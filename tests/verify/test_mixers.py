@@ -28,6 +28,7 @@ NORM = RMSNorm.default_config().set(zero_centered=True)
 SIZES = {"num_value_heads": 8, "key_head_dim": 8, "value_head_dim": 6}
 INDEXER = Indexer.default_config().set(num_heads=8, index_dim=24, num_chosen=2048)
 LATENT = {"kv_lora_rank": 8, "nope_head_dim": 8, "rope_head_dim": 4, "v_head_dim": 6}
+SPARSE = LatentAttention.default_config().set(num_heads=8, q_lora_rank=8, indexer=INDEXER, **LATENT)
 # Attention and the layer before it: one with a state, or sparse attention.
 MIXERS: dict[str, tuple[BaseLayer.Config, BaseLayer.Config]] = {
     "gated_delta_net": (
@@ -40,12 +41,7 @@ MIXERS: dict[str, tuple[BaseLayer.Config, BaseLayer.Config]] = {
         KimiDeltaAttention.default_config().set(**SIZES),
         LatentAttention.default_config().set(num_heads=8, rope=None, **LATENT),
     ),
-    "sparse": tuple(
-        LatentAttention.default_config().set(
-            num_heads=8, q_lora_rank=8, indexer=INDEXER.clone(sparse=sparse), **LATENT
-        )
-        for sparse in (True, False)
-    ),
+    "sparse": (SPARSE, SPARSE.clone(indexer=INDEXER.clone(sparse=False))),
     "mamba2": (
         Mamba2.default_config().set(num_heads=8, num_groups=4, state_dim=8, head_dim=6),
         GroupedQueryAttention.default_config().set(num_heads=8, num_kv_heads=4, rope=None),
