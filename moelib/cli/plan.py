@@ -11,7 +11,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moelib import launch
 from moelib.core.errors import UsageError
@@ -20,7 +20,7 @@ from moelib.runtime.storage import write_json
 from moelib.runtime.table import print_table
 
 if TYPE_CHECKING:
-    from moelib.planning.plan import CompiledStep
+    from moelib.planning.plan import CompiledStep, Plan
     from moelib.planning.report.figures import Column
     from moelib.planning.report.step_report import Finding
 
@@ -99,18 +99,36 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         _print_goodput(flags)
         return
     os.environ["JAX_PLATFORMS"] = "cpu"  # No accelerator is used.
+    from moelib.planning.report.figures import read_columns
+    from moelib.runs import phases
+
+    columns = [column for path in flags.compare for column in read_columns(path)]
+    cfg = flags.load()
+    parts = phases.each(cfg)
+    plans = {}
+    for name, of_phase in parts.items():
+        if len(parts) > 1:
+            print(f"\n{phases.steps_text(of_phase)}")
+        dump = flags.dump and os.path.join(flags.dump, *([name] if len(parts) > 1 else []))
+        plans[name] = _plan(dataclasses.replace(flags, dump=dump), of_phase, columns)
+    if flags.json:
+        found = {name: plan.to_json(flags.rows) for name, plan in plans.items()}
+        write_json(flags.json, found if len(parts) > 1 else next(iter(found.values())), indent=1)
+    if any(step.report is None for plan in plans.values() for step in plan.compiled):
+        raise SystemExit(1)
+
+
+def _plan(flags: Flags, cfg: Any, columns: Sequence["Column"]) -> "Plan":
+    """Prints and returns the plan of a config, with the steps that are compiled."""
     from moelib.planning.compiled.dump import make_folder
     from moelib.planning.compiled.in_subprocess import CompileOptions
     from moelib.planning.estimate.estimate import MEMORY_ERROR
     from moelib.planning.estimate.sweep import read_prices
     from moelib.planning.plan import plan
-    from moelib.planning.report.figures import read_columns
 
     options = CompileOptions(flags.compiler_options(), flags.timeout, flags.dump)
-    columns = [column for path in flags.compare for column in read_columns(path)]
     if flags.dump:
         make_folder(flags.dump)
-    cfg = flags.load()
     found = plan(
         cfg,
         flags.topology,
@@ -138,10 +156,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     found = dataclasses.replace(found, compiled=tuple(steps))
     for topologies, finding in (*found.mesh_findings(), *found.scaling_findings()):
         _print_finding(finding, f"{topologies}: ")
-    if flags.json:
-        write_json(flags.json, found.to_json(flags.rows), indent=1)
-    if any(step.report is None for step in steps):
-        raise SystemExit(1)
+    return found
 
 
 def _print_schedules(texts: Sequence[str]) -> None:

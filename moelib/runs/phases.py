@@ -15,6 +15,7 @@ from moelib.core.config_types import PositiveInt
 from moelib.core.errors import UserError
 
 END_OF_PHASE = "end of phase"  # What a run was stopped by where another phase begins.
+FIRST = "the first phase"  # In messages, that before the first one with a name.
 
 # Fields of a trainer that a phase may change, in part or as a whole.
 _CHANGEABLE = (
@@ -96,6 +97,11 @@ def first_step(cfg: Any) -> int:
     return 1 if cfg.phase is None else cfg.phases[cfg.phase].after_step + 1
 
 
+def steps_text(cfg: Any) -> str:
+    """Returns a line on the phase that a config names, and its steps."""
+    return f"{cfg.phase or FIRST}: steps {first_step(cfg)} to {last_step(cfg)}"
+
+
 def begins_after(cfg: Any, step: int) -> bool:
     """Returns whether the phase that a config names begins after this step."""
     return cfg.phase is not None and first_step(cfg) == step + 1
@@ -107,6 +113,14 @@ def of_step(cfg: Any, step: int) -> Any:
     `cfg` has those of none.
     """
     return applied(cfg.clone(phase=name_at(cfg, step))) if cfg.phases else cfg
+
+
+def each(cfg: Any) -> dict[str, Any]:
+    """Returns the config of each phase by its name; only `cfg` if it has those of one already."""
+    if "phase" not in cfg or cfg.phase is not None:  # The program of a task has no phases.
+        return {FIRST: cfg}
+    names = [name for name, _ in in_order(cfg)]
+    return {FIRST: cfg} | {name: applied(cfg.clone(phase=name)) for name in names}
 
 
 def applied(cfg: Any) -> Any:

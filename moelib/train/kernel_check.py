@@ -100,10 +100,11 @@ def replaced_kernels(trainer: Any) -> dict[str, str]:
             return _in_this_process(trainer, path)
         return _in_processes(trainer.config, mesh.axis_sizes)
 
-    return _replaced([Verdict(*x) for x in on_process_0(verdicts)], device.device_kind)
+    found = [Verdict(*x) for x in on_process_0(verdicts)]
+    return _replaced(found, device.device_kind, path.with_suffix(".*"))
 
 
-def _replaced(verdicts: Iterable[Verdict], device_kind: str) -> dict[str, str]:
+def _replaced(verdicts: Iterable[Verdict], device_kind: str, kept: pathlib.Path) -> dict[str, str]:
     replaced: dict[str, str] = {}
     for kernel, call, backend, fault in verdicts:
         what, where = f"{kernel} by backend {backend!r} {fault}", f"on {device_kind}, in {call}"
@@ -117,7 +118,7 @@ def _replaced(verdicts: Iterable[Verdict], device_kind: str) -> dict[str, str]:
             backends.warn_once(
                 f"KERNEL REPLACED: {what}, {where}. The run takes plain XLA instead, which is "
                 f"slow; to choose it without this warning, {backends.how_to_set(kernel, 'xla')}. "
-                f"{again}"
+                f"{again} To compare again, as after a start on a busy machine, remove {kept}."
             )
     return replaced
 

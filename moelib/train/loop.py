@@ -20,7 +20,7 @@ from moelib.checkpoint.checkpointer import CheckpointSaveError
 from moelib.core.errors import UserError, first_line
 from moelib.core.metrics import Scalars
 from moelib.data.batches.prefetch import Prefetcher
-from moelib.runs.phases import END_OF_PHASE, first_step, last_step
+from moelib.runs.phases import END_OF_PHASE, last_step, steps_text
 from moelib.runtime.distributed import describe_processes
 from moelib.runtime.progress import Progress
 from moelib.runtime.table import Table, print_table
@@ -157,8 +157,7 @@ class TrainLoop(Run):
             for line in (*describe_processes(self.mesh), self._trainer.describe()):
                 self.print(line)
             if self.config.phases:
-                name = self.config.phase or "the first phase"
-                self.print(f"{name}: steps {first_step(self.config)} to {self.last_step}")
+                self.print(steps_text(self.config))
             for watcher in self._watchers:
                 watching.callback(self._end_watcher, watcher)
                 with contextlib.suppress(_WorkStopped), named_in_errors(watcher):

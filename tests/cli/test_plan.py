@@ -55,6 +55,21 @@ def test_a_sweep_is_printed_and_written(command, capsys):
     assert len(json.loads(pathlib.Path("plan.json").read_text())["rows"]) == 3
 
 
+def test_each_phase_of_a_run_is_planned(command, capsys):
+    sets = ("=moelib.runs.phases:Phase", ".after_step=1", ".changes={'input.seq_len': 32}")
+    phase = [f"--set=phases.long{text}" for text in sets]
+    command(*TINY, WHERE, "--rows=1", "--json=plan.json", *phase)
+    out = capsys.readouterr().out
+    assert "the first phase: steps 1 to 1\n" in out
+    assert "long: steps 2 to 2\n" in out
+    plans = json.loads(pathlib.Path("plan.json").read_text())
+    assert [*plans] == ["the first phase", "long"]
+    one, other = (plan["rows"][0]["tokens_per_second"] for plan in plans.values())
+    command(*TINY, WHERE, "--rows=1", "--json=plan.json", *phase, "--set=phase=long")
+    alone = json.loads(pathlib.Path("plan.json").read_text())
+    assert alone["rows"][0]["tokens_per_second"] == other != one
+
+
 def test_the_current_mesh_is_one_row(command, capsys):
     command(*TINY, WHERE, "--current_mesh", "--set=mesh_shape=(1, 2, 1, -1, 1, 1)")
     out = capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import re
 import sys
 from types import SimpleNamespace
@@ -128,12 +129,12 @@ def test_all_processes_of_a_job_take_the_choice_of_the_first(tmp_path):
 def test_plain_xla_that_is_wrong_has_no_replacement():
     wrong = kernel_check.Verdict("gmm", "gmm(lhs)", "xla", "is wrong: its value")
     with pytest.raises(UserError, match=r"gmm by backend 'xla' is wrong.*--skip_kernel_check"):
-        kernel_check._replaced([wrong], "TPU v6 lite")
+        kernel_check._replaced([wrong], "TPU v6 lite", pathlib.Path("kept"))
 
 
 def test_a_kernel_without_a_comparison_is_kept_with_a_warning(caplog):
     unknown = kernel_check.Verdict("gmm", "gmm(lhs)", "tpu", NO_MEMORY)
-    assert kernel_check._replaced([unknown], "TPU v6 lite") == {}
+    assert kernel_check._replaced([unknown], "TPU v6 lite", pathlib.Path("kept")) == {}
     assert "gmm by backend 'tpu' is not compared, for lack of memory" in caplog.text
 
 

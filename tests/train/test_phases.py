@@ -19,6 +19,7 @@ from moelib.runs.identity import TrainerDirConflictError
 from moelib.runs.phases import Phase, applied, last_step, name_at
 from tests import tiny
 from tests.checkpoint.small import truncate_arrays
+from tests.python_process import finish, free_port, start
 
 FROZEN = [(".*table", UpdateType.NO_UPDATE)]
 
@@ -92,6 +93,38 @@ def test_a_run_that_is_killed_in_a_phase_has_the_same_numbers(unbroken, tmp_path
     again = moelib.fit(config(tmp_path / "run"))
     tiny.assert_trees_equal(again.params, result.params)
     assert tiny.losses(tmp_path / "run") == tiny.losses(directory)
+
+
+_PROCESS = """
+import os, signal, sys
+import moelib
+from moelib.launch import DeviceFlags
+from moelib.train.trainer import SpmdTrainer
+from tests.train.test_phases import config
+folder, address, index, last = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+flags = {"distributed_coordinator": address, "num_processes": 2, "process_id": index}
+DeviceFlags(**flags).set_up()
+run_step = SpmdTrainer.run_step
+def run_step_or_end(trainer, *args, **options):
+    if trainer.step == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return run_step(trainer, *args, **options)
+SpmdTrainer.run_step = run_step_or_end
+moelib.fit(config(folder))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_are_killed_in_a_phase_and_go_on(unbroken, tmp_path):
+    for last, code in ((7, -9), (-1, 0)):
+        job = (tmp_path, f"localhost:{free_port()}")
+        finish(*(start("-c", _PROCESS, *job, index, last) for index in range(2)), code=code)
+    want, got = tiny.losses(unbroken[0]), tiny.losses(tmp_path)
+    assert got == pytest.approx(want, abs=1e-5)
+    phases = [
+        each.get("phase") for each in RunFolder(tmp_path).events() if each["event"] == "start"
+    ]
+    assert phases == [None, "large", "large", "long"]
 
 
 def test_a_damaged_checkpoint_sends_a_run_back_to_the_phase_before(unbroken, tmp_path, caplog):

@@ -55,6 +55,7 @@ class StreamingInput(Input):
         tokenizer: Tokenizer.Config = REQUIRED  # Encodes the documents.
         # Segments, positions and targets where one document follows another.
         document_boundary: DocumentBoundary = DocumentBoundary.RESET
+        prepend_bos: bool = False  # Whether each document begins with the tokenizer's BOS.
         seed: int = 0  # Of the order of documents.
         # Documents that are shuffled among themselves; 1 keeps the order of the source.
         shuffle_buffer: PositiveInt = 1024
@@ -64,11 +65,16 @@ class StreamingInput(Input):
     def __init__(self, cfg: Config) -> None:
         """Lists the source and loads the tokenizer; reads no text.
 
-        Raises UserError if the vocabulary is too large.
+        Raises UserError if the vocabulary is too large, or there is no BOS to prepend.
         """
         super().__init__(cfg)
         cfg = self.config
         self.tokenizer: Any = cfg.tokenizer.instantiate()
+        if cfg.prepend_bos and self.tokenizer.bos_id is None:
+            raise UserError(
+                "prepend_bos=True: the tokenizer has no BOS; set its bos_token to one, or "
+                "prepend_bos=False."
+            )
         self.parts: Sequence[Part] = cfg.source.instantiate().parts()
         if cfg.vocab_size is not None and self.tokenizer.vocab_size > cfg.vocab_size:
             raise UserError(
@@ -94,6 +100,7 @@ class StreamingInput(Input):
             "seq_len": cfg.seq_len,
             "global_batch_size": cfg.global_batch_size,
             "document_boundary": cfg.document_boundary.value,
+            "prepend_bos": cfg.prepend_bos,
             "seed": cfg.seed,
             "shuffle_buffer": cfg.shuffle_buffer,
             "rows": [rows.start, rows.stop],
@@ -126,7 +133,7 @@ class StreamingIterator(BatchIterator):
         self._begin = position
         self._bad_records = BadRecords(position["bad_records"])
         self._documents = self._documents_from(position)
-        self._pending = _PendingDocuments(self._owner.tokenizer)
+        self._pending = _PendingDocuments(self._owner.tokenizer, self._owner.config.prepend_bos)
         if position["token"]:
             self._read_documents()
             self._pending.drop(position["token"])
@@ -227,9 +234,10 @@ class StreamingIterator(BatchIterator):
 class _PendingDocuments(TokenSource):
     """Tokenized documents that are not, or not entirely, in a batch yet."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, prepend_bos: bool) -> None:
         super().__init__(type(self).default_config())
         self._tokenizer = tokenizer
+        self._begin = [tokenizer.bos_id] if prepend_bos else []
         self.name = "stream"
         self.vocab_size, self.eos_id = tokenizer.vocab_size, tokenizer.eos_id
         self.token_num_bytes = tokenizer.token_num_bytes()
@@ -253,10 +261,10 @@ class _PendingDocuments(TokenSource):
         return self._tokens
 
     def add(self, documents: Sequence[tuple[State, str]]) -> None:
-        """Appends documents with their positions, each with its end-of-text token."""
+        """Appends documents with their positions, each between BOS, if chosen, and end of text."""
         positions, texts = zip(*documents, strict=True)
         ids = self._tokenizer.encode_batch(texts)
-        new = [np.array([*each, self.eos_id], np.int32) for each in ids]
+        new = [np.array([*self._begin, *each, self.eos_id], np.int32) for each in ids]
         self._positions += positions
         self._hold(np.concatenate([self._tokens, *new]), [*self.lengths, *map(len, new)])
 

@@ -4,6 +4,7 @@ Shapes: C chunks of n heads; a chunk is the heads of a group, or a part of them 
 """
 
 import functools
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -38,15 +39,9 @@ def reason_against(
         return f"takes a head_dim that is a multiple of 16 from 64 on, not {dim}; set {nearest}."
     if q.dtype not in _DTYPES:
         return f"takes bfloat16 and float32, not {q.dtype}; cast to one of them."
-    call, _ = _call(q, k, spec, interpret=False)
-    blocks = -(-q.shape[1] // call.block_q), -(-k.shape[1] // call.block_k)
-    pairs = blocks[0] * blocks[1]
-    if pairs > MAX_VISITS and in_order:
-        index = np.arange(q.shape[1], dtype=np.int32)
-        pairs = len(
-            visits(*in_blocks(index, index, call.block_q, call.block_k), spec, by_keys=False)
-        )
-    if pairs > MAX_VISITS or max(blocks) > MAX_BLOCKS:
+    call, _ = _call(q, k, spec, interpret=False, in_order=in_order)
+    pairs = _num_visits(call, q, k, in_order)
+    if pairs > MAX_VISITS or max(_num_blocks(call, q, k)) > MAX_BLOCKS:
         return (
             f"takes {MAX_VISITS} pairs of blocks, not the {pairs} of {q.shape[1]} queries and "
             f"{k.shape[1]} keys; split the sequence over more devices."
@@ -67,7 +62,7 @@ def forward(
 ) -> tuple[Float[Array, "B Q H Dv"], Float32[Array, "B H Q"]]:
     """Returns the attention of queries to keys, and the logsumexp; arguments as `xla.forward`."""
     v_dim, (q, k, v) = v.shape[3], (_of_full_tiles(x) for x in (q, k, v))
-    call, chunks = _call(q, k, spec, interpret)
+    call, chunks = _call(q, k, spec, interpret, in_order)
     out_dtype = v.dtype if in_order else jnp.dtype(jnp.float32)
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(chunks, -1)
@@ -101,7 +96,7 @@ def backward(
     """Returns the gradients in q, k and v; arguments as `xla.backward`."""
     dim, v_dim = q.shape[3], v.shape[3]
     q, k, v, grad = (_of_full_tiles(x) for x in (q, k, v, grad))
-    call, chunks = _call(q, k, spec, interpret)
+    call, chunks = _call(q, k, spec, interpret, in_order)
     groups = k.shape[2]
     dtypes = [x.dtype if in_order else jnp.dtype(jnp.float32) for x in (q, k, v)]
     rows = [_padded(x, call.block_q) for x in (lse, delta)]
@@ -119,18 +114,40 @@ def backward(
     return _from_query_layout(grad_q, q)[..., :dim], grad_k[..., :dim], grad_v[..., :v_dim]
 
 
-def _call(q: Array, k: Array, spec: MaskSpec, interpret: Any) -> tuple[Call, int]:
+def _call(q: Array, k: Array, spec: MaskSpec, interpret: Any, in_order: bool) -> tuple[Call, int]:
     """Returns the block sizes, and the number of chunks of heads.
 
     A block is at most a quarter of the sequence, so that causality skips whole blocks; at most a
-    window, or most of a block would lie outside it; and pads the sequence by at most an eighth.
+    window, or most of a block would lie outside it; and pads the sequence by at most an eighth. A
+    chunk has as many heads as fit; where long sequences have too many visits, it has fewer, with
+    more queries.
     """
     heads = q.shape[2] // k.shape[2]
     fit = [n for n in range(1, heads + 1) if heads % n == 0 and n * _LANES <= _MAX_ROWS]
     limit = _MAX_BLOCK if spec.window is None else min(_MAX_BLOCK, spec.window)
-    block_q = _block(q.shape[1], min(limit, _MAX_ROWS // fit[-1]))
     block_k = _block(k.shape[1], limit)
-    return Call(spec, block_q, block_k, interpret), q.shape[2] // fit[-1]
+
+    def with_heads(number: int) -> tuple[Call, int]:
+        block_q = _block(q.shape[1], min(limit, _MAX_ROWS // number))
+        return Call(spec, block_q, block_k, interpret), q.shape[2] // number
+
+    calls = [with_heads(number) for number in reversed(fit)]
+    small = (each for each in calls if _num_visits(each[0], q, k, in_order) <= MAX_VISITS)
+    return next(small, calls[-1])
+
+
+def _num_blocks(call: Call, q: Array, k: Array) -> tuple[int, int]:
+    return -(-q.shape[1] // call.block_q), -(-k.shape[1] // call.block_k)
+
+
+def _num_visits(call: Call, q: Array, k: Array, in_order: bool) -> int:
+    """Returns the visits of queries and keys; all pairs of blocks if their order is unknown."""
+    pairs = math.prod(_num_blocks(call, q, k))
+    if pairs <= MAX_VISITS or not in_order:
+        return pairs
+    index = np.arange(q.shape[1], dtype=np.int32)
+    blocks = in_blocks(index, index, call.block_q, call.block_k)
+    return len(visits(*blocks, call.spec, by_keys=False))
 
 
 def _block(seq_len: int, limit: int) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 from moelib.kernels.flash_attention.reference import MaskSpec
 
 PAST_END = 2**30  # Position of keys that only pad the last block: behind every query.
-MAX_VISITS = 2**17  # 4 bytes each, in a scalar memory of 1 MiB.
+MAX_VISITS = 9 * 2**14  # 4 bytes each, in a scalar memory of 1 MiB.
 _BITS = 13  # Bits of a row and of a column.
 MAX_BLOCKS = 2**_BITS
 _NOT_CAUSAL = -(2**29)  # Without causality a query sees keys this far ahead, but not PAST_END.

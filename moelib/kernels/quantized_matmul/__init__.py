@@ -81,7 +81,9 @@ def quantized_matmul(
     Raises:
         UserError: If `backend` is "float8" and the scheme has a scale per block.
     """
-    operands = {"x": x, "weight": gradient_of}
+    # The batch is that of all devices here; that of one differs from it in sequences only.
+    of_one = x if weight.values.ndim == 3 else jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
+    operands = {"x": of_one, "weight": gradient_of}
     backends.record("quantized_matmul", matmul_of_quantized, operands, scheme=weight.scheme)
     if backend is None:
         backend = backends.chosen_backend("quantized_matmul")

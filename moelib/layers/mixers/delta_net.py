@@ -148,11 +148,10 @@ class DeltaNet(BaseLayer):
 
     def _queries_and_keys(
         self, qk: Float[Array, "B S 2 G K"]
-    ) -> tuple[Float32[Array, "B S H K"], Float32[Array, "B S H K"]]:
-        """Returns queries of length K^-0.5 and keys of length 1 for each value head."""
+    ) -> tuple[Float32[Array, "B S G K"], Float32[Array, "B S G K"]]:
+        """Returns queries of length K^-0.5 and keys of length 1."""
         qk = qk.astype(jnp.float32)
         qk = qk * jax.lax.rsqrt(jnp.sum(jnp.square(qk), -1, keepdims=True) + _EPS)
-        qk = jnp.repeat(qk, self.config.num_value_heads // self._num_key_heads, axis=3)
         return qk[:, :, 0] * self.config.key_head_dim**-0.5, qk[:, :, 1]
 
     def _log_decay(self, x: Float[Array, "B S D"], params: Nested) -> Float32[Array, "B S H A"]:

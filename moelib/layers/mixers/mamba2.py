@@ -105,7 +105,6 @@ class Mamba2(BaseLayer):
         (S = 1).
         """
         del positions
-        cfg: Mamba2.Config = self.config
         documents = documents_of(segment_ids, x.shape[:2])
         params = self.operands(self.own_parameters, x.dtype)
         split = ("batch", "sequence", "activation_heads", None)
@@ -114,7 +113,6 @@ class Mamba2(BaseLayer):
         gate = save_activation(project(x, params["gate"]), "mixer_gate")  # [B, S, H, P]
         u = jax.nn.silu(self.x_conv(constrain(u, split), documents))
         bc = jax.nn.silu(self.bc_conv(bc, documents)).astype(jnp.float32)
-        bc = jnp.repeat(bc, cfg.num_heads // cfg.num_groups, axis=3)  # [B, S, 2, H, N]
         step = project(x, params["time_step"]).astype(jnp.float32)
         step = jax.nn.softplus(step + params["time_step_bias"][None, None])
         step = jnp.where(documents.valid[..., None], step, 0.0)  # [B, S, H]

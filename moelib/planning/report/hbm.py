@@ -17,6 +17,7 @@ _NOTHING = {
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "conditional",
     "call", "after-all", "partition-id", "replica-id", "opt-barrier", "domain", "add-dependency",
 }  # fmt: skip
+_UNWRITTEN = 'custom_call_target="AllocateBuffer"'  # A buffer that nothing fills.
 _SLICES = ("dynamic-slice", "slice", "gather")  # Read as much of their operand as they return.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # Index of the operand that is written.
 _PASSED = ("bitcast", "reshape", "convert", "copy", "transpose")
@@ -37,6 +38,8 @@ def hbm_bytes(program: Program) -> float:
 def instruction_bytes(program: Program, computation: Computation, each: Instruction) -> float:
     """Returns the bytes in HBM that one run of an unfused instruction reads and writes."""
     if each.opcode in _NOTHING or each.opcode.endswith(("-done", "-update")):
+        return 0.0
+    if _UNWRITTEN in each.attributes:
         return 0.0
     made = computation.instructions
     if each.is_fusion:

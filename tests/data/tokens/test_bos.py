@@ -1,5 +1,6 @@
 """BOS before each document of a store, and before the prompts of the runs that it trains."""
 
+import itertools
 import json
 import pathlib
 
@@ -8,6 +9,8 @@ import pytest
 from moelib.cli.main import run
 from moelib.core.errors import UserError
 from moelib.data.batches.mixture import Mixture
+from moelib.data.batches.packing import DocumentBoundary
+from moelib.data.batches.streaming import StreamingInput
 from moelib.data.sources.source import InMemorySource
 from moelib.data.tokens.preparation import begin_store, plan_store
 from moelib.data.tokens.prepare import prepare
@@ -47,6 +50,28 @@ def test_each_document_begins_with_bos(tmp_path, path):
     plain = prepare(SOURCE, tokenizer, str(tmp_path / "plain"), append_eos=False)
     assert [plain.document(i).tolist() for i in range(3)] == tokenizer.encode_batch(TEXTS)
     assert (plain.meta.bos_token, plain.tokenizer().bos_id) == ("", None)
+
+
+def test_the_documents_of_a_stream_begin_with_bos(path):
+    tokenizer = _tokenizer(path)
+    cfg = StreamingInput.default_config().set(
+        source=InMemorySource.default_config().set(texts=TEXTS),
+        tokenizer=tokenizer.config,
+        document_boundary=DocumentBoundary.CONTINUE,
+        seq_len=12,
+        global_batch_size=1,
+        shuffle_buffer=1,
+        prepend_bos=True,
+    )
+    iterator = cfg.instantiate().iterator()
+    found = [next(iterator)["input_ids"][0].tolist() for _ in range(4)]
+    whole = [[tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id] for text in TEXTS]
+    flat = lambda lists: [*itertools.chain.from_iterable(lists)]
+    assert flat(found) == flat(whole * 4)[:48]
+    with pytest.raises(UserError, match="prepend_bos=True: the tokenizer has no BOS"):
+        cfg.clone(tokenizer=cfg.tokenizer.clone(bos_token=None)).instantiate()
+    with pytest.raises(ValueError, match="prepend_bos"):
+        cfg.clone(prepend_bos=False).instantiate().iterator().restore(iterator.state())
 
 
 def test_prompts_and_contexts_begin_as_documents_do(tmp_path, path):

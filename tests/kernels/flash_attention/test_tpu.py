@@ -67,6 +67,32 @@ def test_many_heads_of_a_group_are_computed_in_chunks(heads, monkeypatch):
     assert_close(_passes(case, tpu, interpret=True), _passes(case, xla), 1e-5)
 
 
+def test_long_sequences_are_computed_in_chunks_of_fewer_heads(monkeypatch):
+    def blocks(length, heads=32):
+        found = []
+
+        def look(q, k):
+            assert tpu.reason_against(q, k, k, MaskSpec(1.0), in_order=True) is None
+            call, chunks = tpu._call(q, k, MaskSpec(1.0), interpret=False, in_order=True)
+            found.append((call.block_q, call.block_k, heads // chunks))
+            return q
+
+        jax.eval_shape(
+            look, *(jax.ShapeDtypeStruct((1, length, n, 64), jnp.bfloat16) for n in (heads, 4))
+        )
+        return found[0]
+
+    # Of the pairs of blocks of 128 queries and 512 keys, 131,584 are visited, of 512 and 512 as
+    # many with twice as many tokens.
+    assert blocks(131072) == (128, 512, 8)
+    assert blocks(262144) == (512, 512, 2)
+    case = Case(512, 4, 1, 64)
+    want = _passes(case, xla)
+    monkeypatch.setattr(tpu, "_MAX_ROWS", 512)
+    monkeypatch.setattr(tpu, "MAX_VISITS", 9)  # 10 of blocks of 128.
+    assert_close(_passes(case, tpu, interpret=True), want, 1e-5)
+
+
 @pytest.mark.parametrize(
     ("window", "cap"),
     [

@@ -44,6 +44,7 @@ ROW, STACK, INDEX = 4 * 1024, 4 * 16 * 1024, 4
         ("f32[16,1024]{1,0} bitcast(%stack)", 0),
         ("f32[16,1024]{1,0:S(7)} negate(%stack)", 2 * STACK),  # In memory that GPUs share.
         ("(f32[1,1024]{1,0}, f32[16,1024]{1,0:S(1)}) all-gather-start(%row), dimensions={0}", ROW),
+        ('f32[16,1024]{1,0} custom-call(), custom_call_target="AllocateBuffer"', 0),
         # A matmul of cuBLAS, without an estimate of its own.
         (CUBLAS, 2 * STACK + 4 * 16 * 16),
     ],
