@@ -9,6 +9,7 @@ Sources: arXiv:2512.02556 and arXiv:2602.15763.
 import functools
 from typing import Any
 
+from moelib.core.errors import UserError
 from moelib.huggingface import blocks, deepseek, deepseek_moe
 from moelib.huggingface.family import Family
 from moelib.huggingface.settings import Settings
@@ -43,6 +44,8 @@ def _in_layer(cfg: CausalLM.Config, *, neighbors: bool) -> Table:
 
 def _model(settings: Settings, *, neighbors: bool) -> CausalLM.Config:
     settings.expect(rope_interleave=True, indexer_rope_interleave=neighbors)
+    if settings.take("q_lora_rank") is None:
+        raise UserError(f"{settings.source}: q_lora_rank=None; indexers read the queries' latent.")
     for kind in settings.take("layer_types", None) or []:
         settings.lookup("layer_types", kind, {_KIND: None})
     attention = deepseek.latent_attention(settings)
