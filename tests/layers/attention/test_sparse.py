@@ -9,9 +9,11 @@ import pytest
 
 from moelib.core.config import config_for_function
 from moelib.core.errors import UserError
+from moelib.core.jaxpr import walk
 from moelib.layers import initializers
 from moelib.layers.attention.indexer import Indexer
 from moelib.layers.attention.latent import LatentAttention
+from moelib.layers.quantization import Quantization
 from tests import tiny
 from tests.layers.calling import build, call_and_collect, float64, initial, normal
 from tests.oracles.rope import rotated
@@ -234,6 +236,27 @@ def test_of_equal_scores_the_earliest_keys_are_chosen():
 def test_without_a_weight_there_is_no_loss():
     _, outputs = run(attention(INDEXER.clone(loss_weight=0.0)), parameters(), packed=True)
     assert not outputs.aux_losses
+
+
+def test_no_array_holds_all_pairs_of_tokens():
+    size, x = 2048, normal(1, 2048, D)
+    positions = np.arange(size)[None]
+
+    def total(params):
+        y, outputs = call_and_collect(attention(), params, x, positions=positions)
+        return jnp.sum(y) + outputs.aux_losses["indexer"]["indexer_loss"].value
+
+    sites = walk(jax.make_jaxpr(jax.grad(total))(parameters()).jaxpr)
+    assert max(x.aval.size for site in sites for x in site.eqn.outvars) < size**2
+
+
+def test_a_quantized_projection_of_latents_has_a_gradient():
+    quantized = attention(quantization=Quantization.FP8_BLOCK)
+    got, want = (
+        objective(functools.partial(chunked, layer, packed=True), parameters(), X)[1][0]["kv_up"]
+        for layer in (quantized, attention())
+    )
+    assert np.linalg.norm(got - want) < 0.2 * np.linalg.norm(want)
 
 
 @pytest.mark.parametrize("axes", [{"model": 2}, {"fsdp": 2, "model": 4}], ids=str)
