@@ -27,7 +27,7 @@ _WIDTHS = ("dim", "input_dim", "output_dim", "hidden_dim", "embedding_dim", "mod
 _VOCABULARIES = ("vocab_size", "num_embeddings")
 # With few rotary pairs, the ramp of YaRN would begin at the first one whatever `beta_fast`.
 _HEAD_DIMS = {"head_dim": 8, "nope_head_dim": 8, "rope_head_dim": 16, "v_head_dim": 6,
-              "key_head_dim": 8, "value_head_dim": 6, "state_dim": 8}  # fmt: skip
+              "key_head_dim": 8, "value_head_dim": 6, "state_dim": 8, "index_dim": 24}  # fmt: skip
 _STATE_EPS = 0.1
 # Fields of the heads of a layer, and of what they share.
 _HEADS = (
@@ -35,6 +35,7 @@ _HEADS = (
     ("num_value_heads", "num_key_heads"),
 )
 _WINDOW, _SEQ_LEN, _MAX_STEP = 7, 32, 8
+_NUM_CHOSEN = 16  # Keys of sparse attention: with fewer, many queries have two of nearly one score.
 _SMALL_WIDTH = 32  # Widths up to this stay.
 
 
@@ -63,6 +64,7 @@ def shrink(cfg: Any, num_devices: int) -> tuple[Any, list[Change]]:
     _larger_eps(small.model)
     _smaller(small.model, _VOCABULARIES, lambda size: _with_same_divisors(size, num_devices, 64))
     _smaller(small.model, ("window",), lambda _: _WINDOW)
+    _smaller(small.model, ("num_chosen",), lambda _: _NUM_CHOSEN)
     _make_runnable(small)
     _synthetic_data(small, num_devices)
     return small, _changes(cfg, small)
