@@ -177,8 +177,9 @@ class Placement:
             + pipeline.num_deferred * _DEFERRED * (unrouted + routed)
             + largest / pipeline.rows * weights,
             "gradients": 0.0 if scheduled else gradients,
-            # Gathered weights of a block and their gradients, and the activations that it saves.
-            "block": 2 * in_blocks * self._gathered_decoder / pipeline.rows + unrouted,
+            # Gathered weights of a block, gradients of those of a layer, and what the block saves.
+            "block": (1 + 1 / work.block_size) * in_blocks * self._gathered_decoder / pipeline.rows
+            + unrouted,
             "dispatch": routed,
             "logits": self._logits(tokens),
             # Received, and in the order of the layers.
