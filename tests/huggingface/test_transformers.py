@@ -49,7 +49,7 @@ HERE = pathlib.Path(__file__).parent
 FAMILIES = sorted({path.name for path in (HERE / "fixtures").iterdir()} - {*TEXT_PARTS})
 NEWEST, OLDER = "5.24.0", "4.57.6"
 # Families that the older version lacks.
-NEW = ("exaone_moe", "glm4_moe_lite", "hy_v3", "minimax_m2", "mistral4", "solar_open")
+NEW = ("exaone_moe", "glm4_moe_lite", "hy_v3", "minimax_m2", "mistral4", "nemotron_h", "solar_open")
 VARIABLES = {NEWEST: "MOELIB_HF_PYTHON", OLDER: "MOELIB_HF4_PYTHON"}
 
 
