@@ -1,6 +1,7 @@
-"""GLM-4.5 and GLM-4.5-Air at their published sizes.
+"""GLM-4.5, GLM-4.5-Air and GLM-4.7-Flash at their published sizes.
 
-The balance loss and the rate of the balancing bias are those of the report, arXiv:2508.06471.
+The balance loss and the rate of the balancing bias are those of the report of GLM-4.5,
+arXiv:2508.06471.
 """
 
 from collections.abc import Callable, Mapping
@@ -51,12 +52,36 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
         "routed_scaling_factor": 1.0,
         "use_qk_norm": False,
     },
+    "glm-4.7-flash": {
+        "model_type": "glm4_moe_lite",
+        "vocab_size": 154_880,
+        "hidden_size": 2048,
+        "intermediate_size": 10_240,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 47,
+        "num_attention_heads": 20,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "q_lora_rank": 768,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.8,
+    },
 }
 
 _BALANCE: dict[str, Any] = {"balance": (1e-4, BalanceScope.SEQUENCE), "bias_rate": 1e-3}
 RECIPES = {
     "glm-4.5": Recipe(expert=32, **_BALANCE),
     "glm-4.5-air": Recipe(expert=16, **_BALANCE),
+    "glm-4.7-flash": Recipe(expert=8, **_BALANCE),
 }
 
 

@@ -42,7 +42,11 @@ def test_a_test_that_hangs_ends_the_run_with_its_name(tmp_path, arguments, named
 
 
 def _end_of_file(limits: Limits) -> None:
-    item = types.SimpleNamespace(path=pathlib.Path("test_a.py"), nodeid="test_a.py::test")
+    item = types.SimpleNamespace(
+        path=pathlib.Path("test_a.py"),
+        nodeid="test_a.py::test",
+        get_closest_marker=lambda name: None,
+    )
     limits.pytest_runtest_teardown(item, types.SimpleNamespace(path=item.path))
     limits.pytest_runtest_teardown(item, None)
 

@@ -45,7 +45,8 @@ def latent_in_layer(attention: LatentAttention.Config) -> Table:
     }
 
 
-def _in_layer(cfg: CausalLM.Config) -> Table:
+def in_layer(cfg: CausalLM.Config) -> Table:
+    """Returns the tensors of a layer with experts, or of a dense one."""
     attention = blocks.layers_of(cfg.decoder)[0].self_attention
     latent = latent_in_layer(blocks.expect(attention, LatentAttention.Config))
     return {**blocks.NORMS, **latent, **deepseek_moe.IN_LAYER}
@@ -61,7 +62,7 @@ ATTENTION = {  # Our field -> its setting.
 }
 
 
-def _attention(
+def latent_attention(
     settings: Settings, also_read: Sequence[str] = (), head_dim: int | None = None
 ) -> LatentAttention.Config:
     """Returns the attention; `also_read` and `head_dim` are as in `blocks.rope`."""
@@ -94,19 +95,19 @@ def _v2(settings: Settings) -> CausalLM.Config:
         router.set(num_groups=groups[0], num_groups_per_token=groups[1])
     dense = deepseek_moe.first_dense(settings)
     parts = deepseek_moe.feed_forwards(settings, router, dense)
-    return blocks.model(settings, _attention(settings), parts)
+    return blocks.model(settings, latent_attention(settings), parts)
 
 
 def _v3(settings: Settings) -> CausalLM.Config:
     settings.expect(rope_interleave=True)
     dense = deepseek_moe.first_dense(settings)
-    return deepseek_moe.multi_token_model(settings, _attention(settings), dense)
+    return deepseek_moe.multi_token_model(settings, latent_attention(settings), dense)
 
 
 def _glm4_moe_lite(settings: Settings) -> CausalLM.Config:
     settings.expect(rope_interleave=True)
     dense = deepseek_moe.listed_dense(settings, num_dense=1)
-    return deepseek_moe.multi_token_model(settings, _attention(settings), dense)
+    return deepseek_moe.multi_token_model(settings, latent_attention(settings), dense)
 
 
 # Parameters of Mistral's rotary embedding that its queries' temperature reads.
@@ -118,7 +119,7 @@ def _mistral4(settings: Settings) -> CausalLM.Config:
     settings.expect(rope_interleave=True)
     parameters, also_read = blocks.rope_parameters(settings), (_BETA, _CONTEXT, _MAX_CONTEXT)
     head_dim = settings.take("qk_nope_head_dim") + settings.take("qk_rope_head_dim")
-    attention = _attention(settings, also_read, head_dim)
+    attention = latent_attention(settings, also_read, head_dim)
     rope = blocks.expect(attention.rope, RotaryEmbedding.Config)
     if rope.rotary_dim not in (None, attention.rope_head_dim):
         raise UserError(
@@ -149,7 +150,8 @@ def _mscale_all_dim(score_factor: float, factor: float) -> float:
     return next(m for m in digits if yarn_mscale(factor, m) ** 2 == score_factor)
 
 
-def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
+def latent_settings(cfg: CausalLM.Config) -> dict[str, Any]:
+    """Returns the settings of a model that `latent_attention` and `deepseek_moe` read."""
     layer = blocks.layers_of(cfg.decoder)[0]
     attention = blocks.expect(layer.self_attention, LatentAttention.Config)
     rope = blocks.rope_settings(attention.rope)
@@ -166,14 +168,14 @@ def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
 
 def _v2_settings(cfg: CausalLM.Config) -> dict[str, Any]:
     grouped = blocks.moe_of(cfg).router.num_groups is not None
-    return {**_settings(cfg), "topk_method": "group_limited_greedy" if grouped else "greedy"}
+    return {**latent_settings(cfg), "topk_method": "group_limited_greedy" if grouped else "greedy"}
 
 
 def _mistral4_settings(cfg: CausalLM.Config) -> dict[str, Any]:
     layer = blocks.layers_of(cfg.decoder)[0]
     attention = blocks.expect(layer.self_attention, LatentAttention.Config)
     temperature, rotated = attention.temperature, attention.rope_head_dim
-    settings = _settings(cfg)
+    settings = latent_settings(cfg)
     rope = {_BETA: 0.0, _CONTEXT: _MISTRAL_CONTEXT, **settings["rope_parameters"]}
     rope["partial_rotary_factor"] = rotated / (attention.nope_head_dim + rotated)
     if rope["rope_type"] == "default":
@@ -196,7 +198,7 @@ V2 = Family(
     "DeepseekV2ForCausalLM",
     _v2,
     _v2_settings,
-    _in_layer,
+    in_layer,
     defaults={
         **_DEFAULTS,
         "first_k_dense_replace": 0,
@@ -211,8 +213,8 @@ V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     _v3,
-    _settings,
-    _in_layer,
+    latent_settings,
+    in_layer,
     defaults={
         **_DEFAULTS,
         "first_k_dense_replace": 3,
@@ -251,7 +253,7 @@ MISTRAL4 = Family(
     "Mistral4ForCausalLM",
     _mistral4,
     _mistral4_settings,
-    lambda cfg: {**_in_layer(cfg), **blocks.FUSED_EXPERTS},
+    lambda cfg: {**in_layer(cfg), **blocks.FUSED_EXPERTS},
     defaults={
         "first_k_dense_replace": 0,
         "kv_lora_rank": 256,

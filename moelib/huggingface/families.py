@@ -12,6 +12,7 @@ from moelib.core.errors import UserError
 from moelib.huggingface import blocks
 from moelib.huggingface.dbrx import DBRX
 from moelib.huggingface.deepseek import GLM4_MOE_LITE, KIMI_K2, MISTRAL4, V2, V3
+from moelib.huggingface.deepseek_sparse import DEEPSEEK_V32, GLM_MOE_DSA
 from moelib.huggingface.dense import MISTRAL, QWEN2, SMOLLM3
 from moelib.huggingface.ernie import ERNIE4_5_MOE
 from moelib.huggingface.family import Family
@@ -52,6 +53,7 @@ FAMILIES = (
     *(ERNIE4_5_MOE, QWEN3_VL_MOE, ERNIE4_5_VL_MOE),
     *(FLEX_OLMO, GRANITEMOE, GRANITEMOESHARED, HUNYUAN_MOE, DBRX),
     *(QWEN3_NEXT, QWEN3_5_MOE, KIMI_LINEAR, GRANITEMOEHYBRID, NEMOTRON_H),
+    *(DEEPSEEK_V32, GLM_MOE_DSA),
 )
 
 # Families whose rotary embeddings are more than one `rope_parameters`.

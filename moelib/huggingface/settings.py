@@ -59,7 +59,8 @@ _KINDS = {
     ),
     **_integer(0, _MAX_SIZE).names("num_local_experts qk_nope_head_dim shared_intermediate_size"),
     **_integer(1, _MAX_SIZE).names(
-        "head_dim? hidden_size intermediate_size kv_lora_rank max_position_embeddings? "
+        "head_dim? hidden_size index_head_dim index_n_heads index_topk intermediate_size "
+        "kv_lora_rank max_position_embeddings? "
         "linear_conv_kernel_dim linear_head_dim linear_key_head_dim linear_num_heads "
         "linear_num_key_heads linear_num_value_heads linear_value_head_dim "
         "moe_intermediate_size moe_k moe_latent_size? moe_num_experts n_group? "
@@ -109,7 +110,7 @@ _KINDS = {
         "an integer above 0 or a text", lambda x: isinstance(x, str) or (type(x) is int and x > 0)
     ).names("sliding_window_pattern?"),
     **_list_of(int, "a list of integers").names("mlp_only_layers? no_rope_layers?"),
-    **_list_of(str, "a list of texts").names("layer_types? mlp_layer_types?"),
+    **_list_of(str, "a list of texts").names("indexer_types? layer_types? mlp_layer_types?"),
     **_Kind("a text", lambda x: isinstance(x, str)).names("hybrid_override_pattern"),
     **_Kind("an object", lambda x: isinstance(x, dict)).names(
         "attn_config? ffn_config? linear_attn_config? rope_parameters? rope_scaling? text_config"

@@ -37,6 +37,7 @@ class Part(NamedTuple):
     # First entry of the parameter's last dimension from which rotary pairs are interleaved (2i, 2i
     # + 1) in the tensor but split into halves in the parameter.
     pairs_from: int | None = None
+    pairs_to: int | None = None  # End of these entries; None for the last one.
     # View of the tensor if it is stored with the shape of this view; it is not written so.
     other_view: str | None = None
     factor: float = 1.0  # Parameter over tensor; a power of two, so that the conversion is exact.
@@ -170,8 +171,9 @@ def to_parameter(tensor: Any, mapping: TensorMapping, shape: Sequence[int]) -> A
     grouped = " ".join(re.findall(r"\(([^)]*)\)", left)).split()  # einops knows the others.
     y = einops.rearrange(tensor, part.view, **{name: sizes[name] for name in grouped})
     if (start := part.pairs_from) is not None:
-        order = np.arange(y.shape[-1])
-        y = y[..., np.concatenate([order[:start], order[start::2], order[start + 1 :: 2]])]
+        order, stop = np.arange(y.shape[-1]), part.pairs_to or y.shape[-1]
+        halves = order[start:stop:2], order[start + 1 : stop : 2]
+        y = y[..., np.concatenate([order[:start], *halves, order[stop:]])]
     return y if part.factor == 1.0 else y * np.asarray(part.factor, y.dtype)
 
 
@@ -181,9 +183,9 @@ def to_tensor(values: np.ndarray, mapping: TensorMapping) -> np.ndarray:
     if part.factor != 1.0:
         values = values / np.asarray(part.factor, values.dtype)
     if (start := part.pairs_from) is not None:
-        y = values.copy()
-        middle = start + (values.shape[-1] - start) // 2
-        y[..., start::2], y[..., start + 1 :: 2] = values[..., start:middle], values[..., middle:]
+        y, stop = values.copy(), part.pairs_to or values.shape[-1]
+        halves = np.split(values[..., start:stop], 2, axis=-1)
+        y[..., start:stop:2], y[..., start + 1 : stop : 2] = halves
         values = y
     left, right = part.view.split(" -> ")
     return einops.rearrange(values, f"{right} -> {left}")

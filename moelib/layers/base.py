@@ -64,6 +64,8 @@ class BaseLayer(Module):
     mixes_documents: ClassVar[bool] = False
     # Whether the output of a token depends on later tokens by design, as in an encoder.
     looks_ahead: ClassVar[bool] = False
+    # Whether auxiliary losses that this layer adds are to train its own parameters only.
+    trains_itself: ClassVar[bool] = False
     # Names of the weights that `quantization` applies to; the layer takes them from `operands`.
     quantized: ClassVar[tuple[str, ...]] = ()
 

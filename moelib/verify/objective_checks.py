@@ -44,7 +44,10 @@ def _difference(form: Plain, want: Mapping[str, Any], got: Mapping[str, Any]) ->
 
 
 def derivatives(known: Reference) -> None:
-    """Compares gradients with finite differences, for each parameter of each layer."""
+    """Compares gradients with finite differences, for each parameter of each layer.
+
+    Losses of a layer that trains itself count for the parameters of this layer only.
+    """
     known.check_plain()
     gradients = known.plain.by_layer(known.first.gradients)
     norms = {path: float(np.linalg.norm(g)) for path, g in gradients.items()}
@@ -66,7 +69,8 @@ def _wrong_derivative(known: Reference, path: str, gradient: Any, seed: int, all
         state = known.start._replace(model=tree.map_by_path(moved, params))
         # The step takes no gradient through state that layers keep between micro-batches.
         ends.append(known.plain(state, known.batches[0], known.expected.updates).terms)
-    terms = {name: float(ends[0][name] - ends[1][name]) / (2 * _STEP) for name in ends[0]}
+    names = [name for name in ends[0] if _reaches(known, name, path)]
+    terms = {name: float(ends[0][name] - ends[1][name]) / (2 * _STEP) for name in names}
     want, got = sum(terms.values()), float(np.vdot(np.float64(gradient), direction))
     if abs(want - got) <= allowed:
         return ""
@@ -78,6 +82,15 @@ def _wrong_derivative(known: Reference, path: str, gradient: Any, seed: int, all
         if abs(term) > allowed and abs(want - term - got) <= allowed:
             return f"{text} The gradient of {name} is missing."
     return text
+
+
+def _reaches(known: Reference, term: str, path: str) -> bool:
+    """Returns whether a term of the objective is to have a gradient for a parameter."""
+    layer: Any = known.plain.model
+    *holders, _ = term.split("/")
+    for name in holders:
+        layer = layer.children[name.partition("#")[0]]
+    return not getattr(layer, "trains_itself", False) or path.startswith("/".join(holders) + "/")
 
 
 def reached(known: Reference) -> None:

@@ -130,9 +130,9 @@ def make_reference(probe: Probe, initial: Any) -> Reference:
 
 
 def _without_ties(plain: Plain, state: Any, drawn: Iterator[Batch]) -> tuple[Batch, str]:
-    """Returns the next batch without a tie of experts, or the last of a few and a text on its tie.
+    """Returns the next batch without a tie of choices, or the last of a few and a text on its tie.
 
-    After a tie, sums in another order send a token to another expert.
+    After a tie, sums in another order send a token to another expert, or a query to another key.
     """
     state, text = state._replace(model=plain.layers_apart(state.model)), ""
     for batch in itertools.islice(drawn, _MAX_DRAWS):
@@ -143,7 +143,7 @@ def _without_ties(plain: Plain, state: Any, drawn: Iterator[Batch]) -> tuple[Bat
         scope = min(margins, key=margins.__getitem__, default="")
         if not scope or margins[scope] > TOLERANCE:
             return batch, ""
-        text = f"{scope}: the scores of two experts for a token differ by {margins[scope]:.2g}"
+        text = f"{scope}: the scores of two choices for a token differ by {margins[scope]:.2g}"
     return batch, text
 
 

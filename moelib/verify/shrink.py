@@ -27,7 +27,7 @@ _WIDTHS = ("dim", "input_dim", "output_dim", "hidden_dim", "embedding_dim", "mod
 _VOCABULARIES = ("vocab_size", "num_embeddings")
 # With few rotary pairs, the ramp of YaRN would begin at the first one whatever `beta_fast`.
 _HEAD_DIMS = {"head_dim": 8, "nope_head_dim": 8, "rope_head_dim": 16, "v_head_dim": 6,
-              "key_head_dim": 8, "value_head_dim": 6, "state_dim": 8}  # fmt: skip
+              "key_head_dim": 8, "value_head_dim": 6, "state_dim": 8, "index_dim": 24}  # fmt: skip
 _STATE_EPS = 0.1
 # Fields of the heads of a layer, and of what they share.
 _HEADS = (
@@ -35,6 +35,7 @@ _HEADS = (
     ("num_value_heads", "num_key_heads"),
 )
 _WINDOW, _SEQ_LEN, _MAX_STEP = 7, 32, 8
+_NUM_CHOSEN = 16  # Keys of sparse attention: with fewer, many queries have two of nearly one score.
 _SMALL_WIDTH = 32  # Widths up to this stay.
 
 
@@ -50,8 +51,8 @@ def shrink(cfg: Any, num_devices: int) -> tuple[Any, list[Change]]:
     """Returns a small copy of a trainer's config, in float32 on synthetic data, and the changes.
 
     Every kind of layer and every setting other than sizes is kept: two blocks of repeated layers,
-    three in a pipeline, and one of several equal first layers. The copy can be split over up to
-    `num_devices` devices.
+    three in a pipeline, and one of several equal layers of a block, or before the blocks. The copy
+    can be split over up to `num_devices` devices.
     """
     small = cfg.clone()
     _fewer_layers(small, num_blocks=2 if cfg.pipeline_schedule is None else 3)
@@ -63,6 +64,7 @@ def shrink(cfg: Any, num_devices: int) -> tuple[Any, list[Change]]:
     _larger_eps(small.model)
     _smaller(small.model, _VOCABULARIES, lambda size: _with_same_divisors(size, num_devices, 64))
     _smaller(small.model, ("window",), lambda _: _WINDOW)
+    _smaller(small.model, ("num_chosen",), lambda _: _NUM_CHOSEN)
     _make_runnable(small)
     _synthetic_data(small, num_devices)
     return small, _changes(cfg, small)
@@ -116,10 +118,11 @@ def _fewer_layers(cfg: Any, num_blocks: int) -> None:
             holder.set(num_layers=min(layers, num_blocks))
             continue
         first = values.get("first_layers", [])
-        repeats = (layers - len(first)) // max(len(block), 1)
-        texts = [layer.debug_string() for layer in first]
-        kept = [layer for i, layer in enumerate(first) if texts[i] not in texts[:i]]
-        holder.set(first_layers=kept, num_layers=len(kept) + min(repeats, num_blocks) * len(block))
+        repeats = min((layers - len(first)) // max(len(block), 1), num_blocks)
+        first, block = (
+            list({x.debug_string(): x for x in each}.values()) for each in (first, block)
+        )
+        holder.set(first_layers=first, block=block, num_layers=len(first) + repeats * len(block))
 
 
 def _smaller_heads(cfg: ConfigBase, num_devices: int, many: str, *shared_names: str) -> None:
@@ -140,7 +143,10 @@ def _smaller_heads(cfg: ConfigBase, num_devices: int, many: str, *shared_names: 
         )
         cfg.set(**{many: num_heads, few: num_shared})
     fields = dict(cfg.items())  # An unset `head_dim` would be the width over few heads.
-    cfg.set(**{name: size for name, size in _HEAD_DIMS.items() if name in fields})
+    small = {name: size for name, size in _HEAD_DIMS.items() if name in fields}
+    if "key_head_dim" in fields and fields["key_head_dim"] == fields["value_head_dim"]:
+        small["value_head_dim"] = small["key_head_dim"]
+    cfg.set(**small)
     _smaller(cfg, ("rotary_dim",), lambda _: 4)
 
 

@@ -7,13 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import flame_moe
+from experiments import deepseek, flame_moe
 from moelib.core.config import config_for_function
 from moelib.huggingface.pretrained import load_pretrained, read_config
 from moelib.kernels.backend import kernel_backends, traced_backends
 from moelib.kernels.gmm import gmm
+from moelib.layers.attention.indexer import Indexer
 from moelib.layers.quantization import Quantization
 from moelib.layers.remat import remat
+from moelib.learner.learner import UpdateType
 from moelib.models.multi_token_prediction import MultiTokenModule, MultiTokenPrediction
 from moelib.parallel.mesh import HybridMeshShape, infer_mesh_shape, mesh_shape_from_axes
 from moelib.train.init_from import InitFrom
@@ -84,6 +86,25 @@ def test_any_language_model_predicts_further_tokens():
     )
     # --8<-- [end:multi_token]
     assert "depth1" in cfg.instantiate(parent=None).model.multi_token_prediction.children
+
+
+def test_latent_attention_takes_an_indexer():
+    cfg = deepseek.named_trainer_configs()["deepseek-v3"]()
+    # --8<-- [start:sparse]
+    indexer = Indexer.default_config().set(num_heads=64, index_dim=128, num_chosen=2048)
+    for layer in [*cfg.model.decoder.first_layers, *cfg.model.decoder.block]:
+        layer.self_attention.indexer = indexer.clone(sparse=False)
+    cfg.learner.update_rules = [
+        (".*/indexer/.*", UpdateType.OPTIMIZERS),
+        (".*", UpdateType.NO_UPDATE),
+    ]
+    # --8<-- [end:sparse]
+    specs = cfg.model.instantiate(parent=None).create_parameter_specs_recursively()
+    assert specs["decoder"]["repeated0"]["self_attention"]["indexer"]["q"].shape[1:] == (
+        1536,
+        64,
+        128,
+    )
 
 
 def test_a_backend_is_set_by_a_context_manager():

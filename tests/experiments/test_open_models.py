@@ -30,6 +30,21 @@ TOTAL = {
     "glm-4.5": 358_337_791_296 - 90 * 160 - 3_988_069_632 - 2 * 151_552 * 5120,
     "glm-4.5-air": 106_852_251_264 - 45 * 128,
     "minimax-m2": 228_689_764_864 - 62 * 256,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    # Less the module that predicts a second token.
+    "qwen3-next-80b-a3b": 81_324_862_720 - 1_650_471_424,
+    "kimi-linear-48b-a3b": 49_122_681_728 - 26 * 256,
+    "glm-4.7-flash": 31_221_488_576 - 46 * 64 - 1_278_094_656,
+    "granite-4.0-h-tiny": 6_939_037_248,
+    "granite-4.0-h-small": 32_207_337_984,
+    # By hand: embeddings and norms, then per layer norms, attention, router and experts.
+    "solar-open-100b": (2 * 196_608 + 1 + 48 * 2) * 4096
+    + 48 * (2 * (64 + 8) * 128 * 4096 + 128 * 4096 + 129 * 3 * 1280 * 4096),
+    # By hand, as the published 119 B have the encoder of images too.
+    "mistral-small-4": (2 * 131_072 + 1 + 36 * 2) * 4096
+    + 36 * (4096 * 1024 + 1024 + 1024 * 32 * 128 + 4096 * (256 + 64) + 256)
+    + 36 * (256 * 32 * (64 + 128) + 32 * 128 * 4096 + 128 * 4096 + 129 * 3 * 2048 * 4096),
 }
 # In billions, both embeddings counted.
 ACTIVE = {
@@ -41,6 +56,13 @@ ACTIVE = {
     "olmoe-1b-7b": 1.282,
     "glm-4.5": 33.632,  # 32.08 without both, as published.
     "glm-4.5-air": 13.424,  # 12.18 without both.
+    "qwen3-next-80b-a3b": 3.875,  # 3.25 without both.
+    "kimi-linear-48b-a3b": 3.484,  # 3.11 without the input's.
+    "glm-4.7-flash": 3.897,  # 3.26 without both.
+    "granite-4.0-h-tiny": 1.465,
+    "granite-4.0-h-small": 8.803,  # 9 B as published.
+    "solar-open-100b": 12.055,  # 12 B as published.
+    "mistral-small-4": 6.633,
 }
 
 

@@ -49,6 +49,8 @@ DEEPSEEK = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 4,
 }
+# So many heads that no two scores are 0: of equal ones torch chooses any.
+INDEXER = {"index_head_dim": 8, "index_n_heads": 16, "index_topk": 3}
 GRANITE = {
     **SHAPE,
     "tie_word_embeddings": True,
@@ -204,6 +206,21 @@ FAMILIES = {
             "num_nextn_predict_layers": 0,  # transformers reads none.
             "rope_parameters": YARN,
         },
+    ),
+    "deepseek_v32": (
+        transformers.DeepseekV32Config,
+        {
+            **DEEPSEEK,
+            **INDEXER,
+            "q_lora_rank": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": YARN,
+        },
+    ),
+    "glm_moe_dsa": (
+        transformers.GlmMoeDsaConfig,
+        {**DEEPSEEK, **INDEXER, "q_lora_rank": 8, "num_hidden_layers": 2},
     ),
     "qwen2": (
         transformers.Qwen2Config,

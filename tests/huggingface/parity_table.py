@@ -30,8 +30,11 @@ FAMILIES = (
     *("deepseek_v3", "glm4_moe_lite", "glm4_moe", "solar_open", "dots1", "exaone_moe", "hy_v3"),
     *("minimax_m2", "mistral4", "ernie4_5_moe", "ernie4_5_vl_moe", "qwen3_vl_moe", "gpt_oss"),
     *("qwen2", "mistral", "smollm3", "olmo2", "olmo3", "granite", "hunyuan_v1_dense"),
-    *("flex_olmo", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "dbrx"),
+    *("flex_olmo", "granitemoe", "granitemoeshared", "granitemoehybrid", "hunyuan_v1_moe", "dbrx"),
+    *("qwen3_next", "qwen3_5_moe", "kimi_linear", "deepseek_v32", "glm_moe_dsa"),
 )
+# Families that compute what another does: they are written by their config.json.
+BY_FILE = ("glm_moe_dsa",)
 ROOT = pathlib.Path(__file__).parents[2]
 NUM_IN_PROMPT = 5  # Tokens that are stored in the cache at once; the others one by one.
 
@@ -88,7 +91,8 @@ def compared(made, export):
     names = [name for name in got if f"grad.{name}" in want]  # Not those of images.
     gradient = max(of_gradient(got[name], want[f"grad.{name}"]) for name in names)
     cached = apart(from_cache(model, loaded.params, inputs), logits[:1, NUM_IN_PROMPT - 1 :])
-    save_pretrained(str(export), loaded.cfg, loaded.params)
+    files_of = str(made) if family.model_type in BY_FILE else None
+    save_pretrained(str(export), loaded.cfg, loaded.params, files_of=files_of)
     save_file({"input_ids": want["input_ids"][:1]}, export / "asked.safetensors")
     found = apart(logits, want["logits"]), apart(loss, want["loss"]), gradient, cached
     return found, logits[:1]

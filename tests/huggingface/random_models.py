@@ -64,6 +64,15 @@ HUNYUAN = {**GROUPED, "attention_bias": BOTH, "head_dim": [4, 6]}
 HUNYUAN |= {"rope_parameters": [DEFAULT, STRETCHED, {**STRETCHED, "alpha": 1000.0}]}
 LISTED = [None, ["sparse", "dense"], ["dense", "sparse"], ["sparse", "sparse"]]
 DENSE = {"first_k_dense_replace": [0, 1, 2]}
+SPARSE = {
+    **LATENT,
+    **SHARED,
+    **DENSE,
+    "index_head_dim": [4, 6, 8],
+    "index_n_heads": [16, 20],
+    "index_topk": [2, 3, 5],
+    "q_lora_rank": [6, 8],
+}
 
 
 def partial(*factors):
@@ -94,6 +103,8 @@ CHOICES = {
     "qwen3_moe": {**GROUPED, "norm_topk_prob": BOTH, "mlp_only_layers": [[], [0], [1]]},
     "deepseek_v2": {**LATENT, **DENSE, "n_shared_experts": [1, 2]},
     "deepseek_v3": {**LATENT, **DENSE, **SHARED, "topk_group": [1]},
+    "deepseek_v32": {**SPARSE, "topk_group": [1]},
+    "glm_moe_dsa": {**SPARSE, "topk_group": [1]},
     "gpt_oss": {**GROUPED, "sliding_window": [3, 5]},
     "qwen3_next": {
         **QWEN_NEXT,

@@ -85,6 +85,7 @@ def test_a_setting_of_every_family_is_checked(family, name, value, allowed):
         ("hy_v3", "router_scaling_factor", 0.0),
         ("exaone_moe", "sliding_window_pattern", 0),
         ("qwen3_vl_moe", "text_config", [1]),
+        ("deepseek_v32", "index_topk", 0),
     ],
 )
 def test_a_setting_of_a_family_is_checked(family, name, value):
@@ -122,6 +123,10 @@ def test_parameters_of_rotary_embeddings_are_checked(name, value):
         ("dbrx", {"attn_config": {"alibi": True}}, "alibi=True"),
         ("dbrx", {"attn_config": {"rope_theta": 7.0}}, "rope_theta of the rotary embedding"),
         ("dbrx", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
+        ("deepseek_v32", {"q_lora_rank": None}, "q_lora_rank=None"),
+        ("deepseek_v32", {"indexer_rope_interleave": True}, "indexer_rope_interleave=True"),
+        ("glm_moe_dsa", {"index_topk_freq": 4}, "index_topk_freq=4"),
+        ("glm_moe_dsa", {"indexer_types": ["full", "shared"]}, "indexer_types='shared'"),
     ],
 )
 def test_what_no_layer_computes_is_refused(family, settings, message):

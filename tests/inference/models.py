@@ -12,6 +12,7 @@ from moelib.core.context import Nested
 from moelib.core.module import functional
 from moelib.core.param import is_spec
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
+from moelib.layers.attention.indexer import Indexer
 from moelib.layers.attention.latent import LatentAttention
 from moelib.layers.base import BaseLayer
 from moelib.layers.feed_forward import FeedForward
@@ -39,6 +40,11 @@ def latent_layer(**fields: Any) -> TransformerLayer.Config:
     sizes = {"num_heads": 4, "kv_lora_rank": 6, "nope_head_dim": 4, "rope_head_dim": 2}
     attention = LatentAttention.default_config().set(v_head_dim=7, **sizes, **fields)
     return layer().set(self_attention=attention)
+
+
+def indexer(**fields: Any) -> Indexer.Config:
+    """Returns an indexer of two heads."""
+    return Indexer.default_config().set(num_heads=2, index_dim=4, **fields)
 
 
 def delta_layer(kind: type[DeltaNet] = GatedDeltaNet, **fields: Any) -> TransformerLayer.Config:
@@ -86,6 +92,7 @@ DECODERS = {
     ),
     "dense, then experts": lambda: decoder(*gpt_oss_block(), first_layers=[layer()]),
     "latent": lambda: decoder(latent_layer(), latent_layer(q_lora_rank=5, score_factor=1.3)),
+    "sparse latent": lambda: decoder(latent_layer(q_lora_rank=5, indexer=indexer(num_chosen=3))),
     "delta": lambda: decoder(
         delta_layer(), layer(output_gate=True), delta_layer(KimiDeltaAttention, conv_width=2)
     ),

@@ -1,4 +1,4 @@
-"""Layers with a state, between layers of attention, pass `verify` on meshes and in a pipeline."""
+"""Layers with a state, and sparse attention, pass `verify` on meshes and in a pipeline."""
 
 import tempfile
 from typing import Any
@@ -8,6 +8,7 @@ import pytest
 
 from moelib.core.config import config_for_function
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
+from moelib.layers.attention.indexer import Indexer
 from moelib.layers.attention.latent import LatentAttention
 from moelib.layers.base import BaseLayer
 from moelib.layers.mixers.gated_delta_net import GatedDeltaNet
@@ -25,8 +26,10 @@ from tests.verify.user_configs import balanced_moe, trainer
 
 NORM = RMSNorm.default_config().set(zero_centered=True)
 SIZES = {"num_value_heads": 8, "key_head_dim": 8, "value_head_dim": 12}
+INDEXER = Indexer.default_config().set(num_heads=8, index_dim=24, num_chosen=2048)
 LATENT = {"kv_lora_rank": 8, "nope_head_dim": 8, "rope_head_dim": 4, "v_head_dim": 6}
-# Attention and the layer with a state before it.
+SPARSE = LatentAttention.default_config().set(num_heads=8, q_lora_rank=8, indexer=INDEXER, **LATENT)
+# Attention and the layer before it: one with a state, or sparse attention.
 MIXERS: dict[str, tuple[BaseLayer.Config, BaseLayer.Config]] = {
     "gated_delta_net": (
         GatedDeltaNet.default_config().set(num_key_heads=4, **SIZES),
@@ -38,6 +41,7 @@ MIXERS: dict[str, tuple[BaseLayer.Config, BaseLayer.Config]] = {
         KimiDeltaAttention.default_config().set(**SIZES),
         LatentAttention.default_config().set(num_heads=8, rope=None, **LATENT),
     ),
+    "sparse": (SPARSE, SPARSE.clone(indexer=INDEXER.clone(sparse=False))),
     "mamba2": (
         Mamba2.default_config().set(num_heads=8, num_groups=4, state_dim=8, head_dim=6),
         GroupedQueryAttention.default_config().set(num_heads=8, num_kv_heads=4, rope=None),
@@ -66,13 +70,14 @@ def failures(cfg: Any, meshes: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MIXERS)
-def test_layers_with_a_state_compute_the_same_on_meshes(name):
+def test_mixers_compute_the_same_on_meshes(name):
     cfg = trainer_of(name, num_layers=4).set(num_microbatches=2)
     assert failures(cfg, "expert=2,fsdp=2,model=2;data=8") == []
 
 
 @pytest.mark.slow
-def test_layers_with_a_state_compute_the_same_in_a_pipeline():
-    cfg = trainer_of("gated_delta_net", num_layers=4)
+@pytest.mark.parametrize("name", ["gated_delta_net", "sparse"])
+def test_mixers_compute_the_same_in_a_pipeline(name):
+    cfg = trainer_of(name, num_layers=4)
     cfg.set(num_microbatches=4, pipeline_schedule=Schedule.ZB_H1)
     assert failures(cfg, "pipeline=2,fsdp=2,model=2") == []

@@ -35,7 +35,11 @@ def test_a_small_config_is_small_and_has_the_same_kinds_of_layers(name):
     assert {change.path for change in changes} >= {"model.dim", "model.vocab_size"}
 
 
-@pytest.mark.parametrize("name", ["flame-moe-tiny", "gpt-oss-20b", "deepseek-v3", "qwen3-30b-a3b"])
+WITH_STATES = ["qwen3-next-80b-a3b", "kimi-linear-48b-a3b", "granite-4.0-h-tiny"]
+FAMILIES = ["flame-moe-tiny", "gpt-oss-20b", "deepseek-v3", "qwen3-30b-a3b", *WITH_STATES]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_small_config_still_has_its_hugging_face_family(name):
     small, _ = shrink(CONFIGS[name](), 8)
     assert small.model.decoder.block[0].feed_forward.report_expert_counts
@@ -46,6 +50,8 @@ def test_a_small_config_still_has_its_hugging_face_family(name):
 def test_sizes_keep_common_divisors_with_the_devices(name):
     cfg = CONFIGS[name]()
     small, _ = shrink(cfg, 8)
+    block = {layer.debug_string(): layer for layer in cfg.model.decoder.block}
+    cfg.model.decoder.block = list(block.values())  # Of which the small one has one of each kind.
     after = small.to_flat_dict()
     fields = ("dim", "hidden_dim", "num_heads", "num_kv_heads", "num_experts", "vocab_size")
     fields += ("q_lora_rank", "kv_lora_rank")
@@ -86,6 +92,17 @@ def test_every_part_of_a_random_config_splits_over_the_same_meshes(seed):
         for name, size, new in zip(spec.axes, before[path].shape, spec.shape, strict=True):
             if DEFAULT_RULES.get(name):
                 assert math.gcd(new, num_devices) == math.gcd(size, num_devices), (path, name)
+
+
+@pytest.mark.parametrize("name", WITH_STATES)
+def test_layers_with_a_state_split_over_eight_devices_and_one_of_each_kind_is_kept(name):
+    small, _ = shrink(CONFIGS[name](), 8)
+    decoder = small.model.decoder
+    assert (len(decoder.first_layers), len(decoder.block)) == (3 * ("kimi" in name), 2)
+    assert decoder.num_layers == len(decoder.first_layers) + 2 * 2
+    for path, spec in specs_of(small).items():
+        for axis, size in zip(spec.axes, spec.shape, strict=True):
+            assert axis != "embed" or size % 4 == 0, path  # expert=2,fsdp=2
 
 
 def specs_of(cfg):

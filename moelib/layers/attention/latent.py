@@ -7,6 +7,7 @@ multiplied into its query and its output ("absorbed").
 
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -17,7 +18,9 @@ from moelib.core.module import in_context
 from moelib.core.param import ParameterSpec
 from moelib.kernels.flash_attention import CONTEXT, MaskSpec
 from moelib.layers.attention.cached import attend_to_cache, store
+from moelib.layers.attention.indexer import Indexer
 from moelib.layers.attention.on_mesh import attend
+from moelib.layers.attention.sparse import Index, Keys, Queries, attend_to_chosen
 from moelib.layers.attention.temperature import AttentionTemperature
 from moelib.layers.base import BaseLayer, weight_spec
 from moelib.layers.norm import BaseNorm, RMSNorm
@@ -57,6 +60,8 @@ class LatentAttention(BaseLayer):
         score_factor: PositiveFloat = 1.0
         # Multiplies queries by a factor that grows with their position; None for none.
         temperature: AttentionTemperature.Config | None = None
+        # Chooses the keys that a query attends to, by the queries' latent; None for all keys.
+        indexer: Indexer.Config | None = None
 
     def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
         super().__init__(cfg, parent=parent)
@@ -74,6 +79,15 @@ class LatentAttention(BaseLayer):
         self._add_child("kv_norm", cfg.norm.clone(dim=cfg.kv_lora_rank))
         if cfg.temperature is not None:
             self._add_child("temperature", cfg.temperature)
+        if cfg.indexer is not None:
+            if cfg.q_lora_rank is None:
+                raise UserError(
+                    f"{self._title()}: q_lora_rank=None, but the indexer reads the queries' latent;"
+                    " set q_lora_rank, or indexer=None."
+                )
+            sizes = {"input_dim": cfg.input_dim, "query_dim": cfg.q_lora_rank}
+            rotated = {"rope": cfg.rope, "rotary_dim": cfg.rope_head_dim}
+            self._add_child("indexer", cfg.indexer.clone(**sizes, **rotated))
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg: LatentAttention.Config = self.config
@@ -115,8 +129,14 @@ class LatentAttention(BaseLayer):
         themselves, one new token per sequence (S = 1) to the cache (see
         moelib.layers.attention.cached).
         """
-        q = self._queries(x, positions)
-        out = self._attend(q, *self.latents(x, positions), positions, segment_ids)
+        cfg: LatentAttention.Config = self.config
+        reduced, index = x, None
+        if cfg.q_lora_rank is not None:
+            reduced = self.q_norm(self._projected(x, "q_down", "attention_q"))
+        if cfg.indexer is not None:
+            index = self.indexer(x, reduced, positions=positions, segment_ids=segment_ids)
+        q = self._queries(reduced, positions)
+        out = self._attend(q, *self.latents(x, positions), positions, segment_ids, index)
         y = project(out, self._weight("output", x), num_inputs=2)
         return save_activation(y, "attention_output")
 
@@ -127,6 +147,7 @@ class LatentAttention(BaseLayer):
         key: Float[Array, "B S rope"],
         positions: Int[Array, "B S"],
         segment_ids: Int[Array, "B S"] | None,
+        index: Index | None,
     ) -> Float[Array, "B S H v"]:
         cfg: LatentAttention.Config = self.config
         spec = MaskSpec(cfg.score_factor * self._qk_head_dim**-0.5)
@@ -136,11 +157,56 @@ class LatentAttention(BaseLayer):
             held = store(cache["latent"], new, positions, segment_ids)
             self.put_cache(latent=held)
             if q.shape[1] == 1:
+                if index is not None and self.indexer.chooses_among(held.shape[1]):
+                    return self._attend_to_chosen(q, held, index, positions, None, spec)
                 return self._attend_to_latents(q, held, positions, spec)
-        k, v = self.keys_and_values(latent, key)
         split = ("batch", "sequence", "activation_heads", None)
-        q, k, v = (constrain(x, split) for x in (q, k, v))
+        q = constrain(q, split)
+        is_sparse = index is not None and self.indexer.chooses_among(q.shape[1])
+        if index is not None and (is_sparse or self._trains_indexer):
+            both = jnp.concatenate([latent, key], axis=-1)
+            own_key = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32), q.shape[:2])
+            out = self._attend_to_chosen(q, both, index, own_key, segment_ids, spec)
+            if is_sparse:
+                return save_activation(constrain(out, split), CONTEXT)
+        k, v = self.keys_and_values(latent, key)
+        k, v = constrain(k, split), constrain(v, split)
         return save_activation(constrain(attend(q, k, v, segment_ids, spec=spec), split), CONTEXT)
+
+    @property
+    def _trains_indexer(self) -> bool:
+        """Whether this call computes the indexer's loss."""
+        return self.indexer.config.loss_weight > 0 and self.cache is None
+
+    def _attend_to_chosen(
+        self,
+        q: Float[Array, "B S H qk"],
+        latents: Float[Array, "B L both"],
+        index: Index,
+        own_key: Int[Array, "B S"],
+        segment_ids: Int[Array, "B S"] | None,
+        spec: MaskSpec,
+    ) -> Float[Array, "B S H v"]:
+        """Returns the attention to the keys that the indexer chooses, and adds the indexer's loss.
+
+        If it chooses all keys, the result is for the loss only, and has no gradient.
+        """
+        is_sparse = self.indexer.chooses_among(latents.shape[1])
+        up = self._absorbed_up(q)
+        if not is_sparse:
+            q, latents, up = jax.lax.stop_gradient((q, latents, up))
+        if not self._trains_indexer:
+            index = jax.lax.stop_gradient(index)
+        queries = Queries(q, index.queries, index.weights, own_key, segment_ids)
+        out, divergence = attend_to_chosen(
+            queries,
+            Keys(latents, up, index.keys, segment_ids),
+            scale=spec.scale,
+            num_chosen=self.indexer.config.num_chosen if is_sparse else None,
+        )
+        if self._trains_indexer:
+            self.indexer.add_loss(divergence, segment_ids)
+        return out
 
     def _attend_to_latents(
         self,
@@ -154,14 +220,22 @@ class LatentAttention(BaseLayer):
         Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.2 (the absorbed matrices).
         """
         nope, rank = self.config.nope_head_dim, self.config.kv_lora_rank
-        up = self._weight("kv_up", q)
-        if isinstance(up, QuantizedWeight):
-            up = up.dequantized(q.dtype, num_inputs=1)
+        up = self._absorbed_up(q)
         q_latent = jnp.einsum("bshk,dhk->bshd", q[..., :nope], up[..., :nope])
         q = jnp.concatenate([q_latent, q[..., nope:]], axis=-1)
         # Rotated keys are summed with the latents and cut off: cheaper than a copy without them.
         out = attend_to_cache(q, held[:, None], held[:, None], positions, None, spec)
         return jnp.einsum("bshd,dhk->bshk", out[..., :rank], up[..., nope:])
+
+    def _absorbed_up(self, q: Float[Array, "B S H qk"]) -> Float[Array, "latent H kv"]:
+        """Returns the projection of latents to keys and values, in the dtype of q."""
+        up = self._weight("kv_up", q)
+        if not isinstance(up, QuantizedWeight):
+            return up
+        values = up.dequantized(q.dtype, num_inputs=1)
+        if not self.is_training:
+            return values
+        return values + (up.gradient_of - jax.lax.stop_gradient(up.gradient_of))
 
     @in_context
     def latents(
@@ -183,12 +257,11 @@ class LatentAttention(BaseLayer):
         return jnp.concatenate([kv[..., :nope], shared], -1), kv[..., nope:]
 
     def _queries(
-        self, x: Float[Array, "B S D"], positions: Int[Array, "B S"]
+        self, x: Float[Array, "B S n"], positions: Int[Array, "B S"]
     ) -> Float[Array, "B S H qk"]:
+        """Returns the queries of inputs, or of their latents if queries have latents."""
         cfg: LatentAttention.Config = self.config
-        up = "q"
-        if cfg.q_lora_rank is not None:
-            x, up = self.q_norm(self._projected(x, "q_down", "attention_q")), "q_up"
+        up = "q" if cfg.q_lora_rank is None else "q_up"
         q = save_activation(project(x, self._weight(up, x)), "attention_q")
         nope, rope = jnp.split(q, [cfg.nope_head_dim], axis=-1)
         q = jnp.concatenate([nope, self._rotated(rope, positions)], -1)
@@ -207,7 +280,11 @@ class LatentAttention(BaseLayer):
 
     def _own_forward_flops_per_token(self, seq_len: int) -> float:
         cfg: LatentAttention.Config = self.config
-        keys_seen = (seq_len + 1) / 2  # The average.
-        head = self._qk_head_dim + cfg.v_head_dim  # Dimensions of a score and of a sum of values.
         projections = super()._own_forward_flops_per_token(seq_len)
-        return projections + 2 * keys_seen * cfg.num_heads * head
+        most = seq_len  # Keys that a token attends to.
+        head = self._qk_head_dim + cfg.v_head_dim  # Dimensions of a score and of a sum of values.
+        if cfg.indexer is not None and self.indexer.chooses_among(seq_len):
+            most = cfg.indexer.num_chosen
+            head = 2 * cfg.kv_lora_rank + cfg.rope_head_dim  # The keys and values are latents.
+        attended = most - most * (most - 1) / 2 / seq_len  # The average.
+        return projections + 2 * attended * cfg.num_heads * head

@@ -76,16 +76,16 @@ def read_saved(
     cfg: Any,
     specs: Any,
     *,
-    num_blocks: int,
+    num_recomputed: int,
     num_experts_per_token: int = 0,
     num_slotted_experts: int = 0,
-) -> tuple[dict[str, Saved], Saved]:
-    """Returns the saved activations of a model by remat, and those of one block without remat.
+) -> dict[str, Saved]:
+    """Returns the saved activations of a model by remat.
 
     Args:
         cfg: A `SpmdTrainer.Config`.
         specs: ParameterSpecs of its model.
-        num_blocks: Number of repetitions of the block that is recomputed as a whole.
+        num_recomputed: Number of first layers and of blocks, each recomputed as a whole.
         num_experts_per_token: Experts per token; 0 without experts.
         num_slotted_experts: Experts with a fixed capacity per sequence; 0 without such.
     """
@@ -114,8 +114,8 @@ def read_saved(
     itemsize = jnp.dtype(cfg.train_dtype or "float32").itemsize
     leaves = jax.tree.leaves(specs, is_leaf=is_spec)
     dim = max((s.shape[s.axes.index("embed")] for s in leaves if "embed" in s.axes), default=0)
-    # The input of each block, and the last hidden state and its gradient.
-    full = Saved(split=(num_blocks + 2.0) * dim * itemsize) + named[_ROUTING]
+    # Their inputs, and the last hidden state and its gradient.
+    full = Saved(split=(num_recomputed + 2.0) * dim * itemsize) + named[_ROUTING]
     # Policies save only those matmul results that the backward pass needs.
     saved = {FULL: full, NONE: none}
     saved |= {DOTS: (full + dots).minimum(none)}
@@ -125,7 +125,7 @@ def read_saved(
     own = _own_from_names(cfg.model, saved, named)
     if own is None:
         own = _residuals(_loss(cfg.model), params, measure)
-    return saved | {OWN: own}, none.times(1.0 / num_blocks)
+    return saved | {OWN: own}
 
 
 def _loss(model: Any) -> Callable[[Nested, Batch], jax.Array]:

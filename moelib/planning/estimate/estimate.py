@@ -18,6 +18,7 @@ from typing import Any
 from moelib.parallel import sharding
 from moelib.parallel.pipeline.ticks import kept_over_1f1b
 from moelib.planning.estimate import transfers
+from moelib.planning.estimate.activations import NONE
 from moelib.planning.estimate.candidates import Candidate
 from moelib.planning.estimate.links import Layout, Links, Traffic
 from moelib.planning.estimate.memory import Placement, at_peak
@@ -205,7 +206,7 @@ class _OnMesh:
         self.peak_flops = peak or accelerator.flops_per_second
         float8 = peak_flops_per_second(accelerator.device_kind, "float8_e4m3fn")
         self.peak_float8 = float8 or self.peak_flops
-        saved = work.block.times(work.num_blocks)
+        saved = work.saved[NONE]
         whole = saved.whole * self.placement.tensor_parts
         self._saved_bytes = saved.split + whole + saved.routed  # Per token.
         self._writes_scores = _writes_scores(work, accelerator)

@@ -157,6 +157,7 @@ class Placement:
         saved = self._bytes(work.saved[candidate.remat], tokens)
         weights = 0.0 if work.recomputes(candidate.remat) else self._saved_weights
         unrouted, routed = self._block_bytes(tokens)
+        in_blocks = work.block_size * work.num_blocks / work.num_layers
         largest, stages = max(pipeline.sizes), self.stage_bytes
         scheduled = candidate.schedule is not None
         sums = pipeline.filled * stages.gradients + self.outer_bytes.gradients
@@ -177,7 +178,7 @@ class Placement:
             + largest / pipeline.rows * weights,
             "gradients": 0.0 if scheduled else gradients,
             # Gathered weights of a block and their gradients, and the activations that it saves.
-            "block": 2 * self._gathered_decoder / pipeline.rows + unrouted,
+            "block": 2 * in_blocks * self._gathered_decoder / pipeline.rows + unrouted,
             "dispatch": routed,
             "logits": self._logits(tokens),
             # Received, and in the order of the layers.

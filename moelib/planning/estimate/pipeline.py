@@ -106,11 +106,10 @@ def _costs(work: Workload, sizes: Sequence[int], passes: int) -> tuple[Costs, ..
     computed with its gradients.
     """
     layer, scores = (x / work.num_layers for x in (work.decoder_flops, work.attention_flops))
-    per_block = work.num_layers // work.num_blocks
-    first = work.num_layers - per_block * work.num_blocks
+    first = work.num_first_layers
     costs = [
         Costs(n * layer, n * (passes * layer + 1.5 * scores), n * (layer - scores))
-        for n in (per_block * size for size in sizes)
+        for n in (work.block_size * size for size in sizes)
     ]
     begin = costs[0]
     costs[0] = begin._replace(

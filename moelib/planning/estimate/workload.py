@@ -93,7 +93,8 @@ class Workload:
     parameters: tuple[Leaf, ...]
     optimizer: tuple[Leaf, ...]  # State of the learner on the devices.
     num_layers: int  # L.
-    num_blocks: int  # Repetitions of the block that is recomputed as a whole.
+    block_size: int  # Layers of the block that is recomputed as a whole.
+    num_blocks: int  # Repetitions of it.
     dim: int  # D.
     vocab_size: int  # V.
     loss_chunk_size: int | None  # Tokens of a chunk of logits, as the model's field.
@@ -112,7 +113,6 @@ class Workload:
     pipeline_refusal: str  # Why its layers cannot be spread over a pipeline; "" if they can.
     own_remat: str  # The named remat that recomputes as much as the config's own, or nearly.
     saved: Mapping[str, Saved]  # Saved activations of the model, by remat.
-    block: Saved  # Saved activations of one block without remat.
 
     @property
     def tokens(self) -> int:
@@ -120,10 +120,20 @@ class Workload:
         return self.global_batch_size * self.seq_len
 
     @property
+    def num_first_layers(self) -> int:
+        """Layers before the blocks, each recomputed as a whole."""
+        return self.num_layers - self.block_size * self.num_blocks
+
+    @property
+    def block(self) -> Saved:
+        """Saved activations of a block without remat, if all layers save as much."""
+        return self.saved[NONE].times(self.block_size / self.num_layers)
+
+    @property
     def num_inner_experts(self) -> int:
         """Layers with experts before the last layer of their block, taken to have experts too."""
         layers = self.moe.num_layers if self.moe else 0
-        inner = self.num_blocks * (self.num_layers // self.num_blocks - 1)
+        inner = self.num_blocks * (self.block_size - 1)
         return max(min(inner, layers - self.num_blocks), 0)
 
     @functools.cached_property
@@ -176,7 +186,7 @@ def read_workload(cfg: Any) -> Workload:
         if not (cfg.learner.offload_state and offload.is_offloaded(spec))
     ]
     parameters = _parameters(specs.model, cfg.train_dtype, cfg.reduce_dtype)
-    num_layers, num_blocks = _depth(cfg.model)
+    num_layers, block_size, num_blocks = _depth(cfg.model)
     moe = _moe(cfg.model, specs.model)
     flops = trainer.flops_per_token()
     if flops is None:
@@ -196,10 +206,10 @@ def read_workload(cfg: Any) -> Workload:
     for layer, times in decoder.walk() if decoder else ():
         if window := getattr(layer.config, "window", None):
             windows[window] += times
-    saved, block = read_saved(
+    saved = read_saved(
         cfg,
         specs.model,
-        num_blocks=num_blocks,
+        num_recomputed=num_layers - (block_size - 1) * num_blocks,
         num_experts_per_token=moe.num_experts_per_token if moe else 0,
         num_slotted_experts=moe.num_experts if moe and moe.capacity_factor is not None else 0,
     )
@@ -209,6 +219,7 @@ def read_workload(cfg: Any) -> Workload:
         parameters=parameters,
         optimizer=_grouped(Leaf(s.shape, s.axes, jnp.dtype(s.dtype).itemsize) for s in learner),
         num_layers=num_layers,
+        block_size=block_size,
         num_blocks=num_blocks,
         dim=_size_of(parameters, "embed"),
         vocab_size=_size_of(parameters, "vocab"),
@@ -228,7 +239,6 @@ def read_workload(cfg: Any) -> Workload:
         pipeline_refusal=refusal,
         own_remat=remat_name(cfg.model) or nearest_remat(saved),
         saved=saved,
-        block=block,
     )
 
 
@@ -261,16 +271,17 @@ def _size_of(leaves: Iterable[Leaf], axis: str) -> int:
     return max((size for name, size in pairs if name == axis), default=1)
 
 
-def _depth(model: Any) -> tuple[int, int]:
-    """Returns (layers, blocks) of the deepest stack of a model's config."""
-    found = [(1, 1)]
+def _depth(model: Any) -> tuple[int, int, int]:
+    """Returns (layers, layers of a block, blocks) of the deepest stack of a model's config."""
+    found = [(1, 1, 1)]
     for _, inside in sub_configs(model):
         values = dict(inside.items())
         if isinstance(values.get("num_layers"), int):
             first = len(values.get("first_layers") or ())
             size = len(values.get("block") or (None,))
             layers = values["num_layers"]
-            found.append((layers, max((layers - first) // size, 1)))
+            repeats = (layers - first) // size
+            found.append((layers, size, repeats) if repeats else (layers, 1, layers))
     return max(found)
 
 

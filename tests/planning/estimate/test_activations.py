@@ -41,7 +41,7 @@ def cfg():
 def _read(cfg):
     model = cfg.model.clone(name="model").instantiate(parent=None)
     specs = model.create_parameter_specs_recursively()
-    return read_saved(cfg, specs, num_blocks=LAYERS)
+    return read_saved(cfg, specs, num_recomputed=LAYERS)
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +51,10 @@ def dense():
 
 
 def test_full_recomputation_saves_the_input_of_each_block_and_dots_the_results_of_matmuls(dense):
-    saved, block = dense
+    saved = dense
     assert saved[FULL].split == 2 * DIM * (LAYERS + 2)
     assert saved[FULL].routed == saved[FULL].whole == 0
     assert saved[NONE].split > 3 * saved[FULL].split
-    assert block.split == pytest.approx(saved[NONE].split / LAYERS)
     attention = HEADS * HEAD_DIM * 3 + DIM  # Queries, keys, values; the output.
     feed_forward = 2 * HIDDEN + DIM
     assert saved[DOTS].split - saved[FULL].split == 2 * LAYERS * (attention + feed_forward)
@@ -63,7 +62,7 @@ def test_full_recomputation_saves_the_input_of_each_block_and_dots_the_results_o
 
 def test_named_activations_are_saved_too(cfg):
     cfg.model.decoder.remat = config_for_function(remat).set(keep=["feed_forward_up"])
-    saved, _ = _read(cfg)
+    saved = _read(cfg)
     assert saved[OWN].split - saved[FULL].split == 2 * LAYERS * 2 * HIDDEN
 
 
@@ -74,7 +73,7 @@ def test_a_remat_that_is_not_ours_is_traced(cfg):
 
     cfg.model.decoder.remat = config_for_function(own)
     assert remat_name(cfg.model) is None
-    saved, _ = _read(cfg)
+    saved = _read(cfg)
     assert saved[FULL].split / 3 < saved[OWN].split < saved[NONE].split / 2
 
 
@@ -87,8 +86,21 @@ def test_the_remat_of_a_config_has_a_name(cfg):
 
 def test_parameters_are_no_activations(cfg, dense):
     cfg.model.vocab_size = 4096
-    more, _ = _read(cfg)
-    assert more[NONE].split == pytest.approx(dense[0][NONE].split, rel=0.01)
+    more = _read(cfg)
+    assert more[NONE].split == pytest.approx(dense[NONE].split, rel=0.01)
+
+
+def test_first_layers_are_recomputed_one_by_one(cfg):
+    decoder = cfg.model.decoder
+    decoder.set(first_layers=[decoder.block[0].clone() for _ in range(4)], num_layers=8)
+    decoder.block.append(decoder.block[0].clone())
+    work = read_workload(cfg)
+    assert (work.num_first_layers, work.block_size, work.num_blocks) == (4, 2, 2)
+    assert work.saved[FULL].split == 2 * DIM * (4 + 2 + 2)
+    assert work.block.split == work.saved[NONE].split / 4
+    decoder.set(num_layers=4)
+    work = read_workload(cfg)
+    assert (work.num_first_layers, work.block_size, work.num_blocks) == (0, 1, 4)
 
 
 @pytest.mark.slow
