@@ -461,7 +461,7 @@ def stack(layers: Sequence[TransformerLayer.Config]) -> ScanStack.Config:
     )
 
 
-def layers_of(cfg: Any) -> list[Any]:
+def layers_of(cfg: Any) -> list[TransformerLayer.Config]:
     """Returns the config of every layer of a stack."""
     cfg = expect(cfg, BaseStack.Config)
     repeats = (cfg.num_layers - len(cfg.first_layers)) // len(cfg.block)

@@ -162,11 +162,12 @@ def _model(settings: Settings) -> CausalLM.Config:
     settings.expect(mlp_hidden_act="relu2", mamba_hidden_act="silu", sliding_window=None)
     settings.expect(attention_bias=False, mlp_bias=False, use_bias=False, hidden_dropout=0.0)
     settings.expect(tie_word_embeddings=False, norm_eps=settings.take("rms_norm_eps"))
-    settings.skip(  # Of dtypes, initial values, the computation, and positions, which no layer has.
+    for name in ("partial_rotary_factor", "rope_parameters", "rope_scaling", "rope_theta"):
+        settings.take(name, None)  # No layer has positions.
+    settings.skip(  # Of dtypes, initial values and the computation.
         *("mamba_expand", "expand", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap"),
-        *("num_logits_to_keep", "partial_rotary_factor", "rescale_prenorm_residual"),
-        *("residual_in_fp32", "rope_parameters", "rope_scaling", "rope_theta", "time_step_floor"),
-        *("time_step_max", "time_step_min", "use_mamba_kernels"),
+        *("num_logits_to_keep", "rescale_prenorm_residual", "residual_in_fp32"),
+        *("time_step_floor", "time_step_max", "time_step_min", "use_mamba_kernels"),
         # Of the modules that predict further tokens, which are not read.
         *("mtp_hybrid_override_pattern", "mtp_layers_block_type", "num_nextn_predict_layers"),
     )
@@ -183,7 +184,7 @@ def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
     if len(parts) > len(layers):
         raise ValueError("A layer of Nemotron-H has one part in transformers.")
     kinds = "".join(_LETTERS[part.klass] for part in parts)
-    of_kind = dict(zip(kinds, parts, strict=True))
+    of_kind: dict[str, Any] = dict(zip(kinds, parts, strict=True))
     found = {
         **blocks.model_settings(cfg),
         "hybrid_override_pattern": kinds,

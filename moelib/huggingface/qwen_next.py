@@ -35,8 +35,7 @@ def _in_layer(layer: TransformerLayer.Config, *, joint: bool) -> Table:
     """Returns the tensors of a layer; in Qwen3-Next, those of a key head are joint."""
     if isinstance(layer.self_attention, GatedDeltaNet.Config):
         return {**mixture.QWEN_IN_LAYER, **_delta_net(layer.self_attention, joint=joint)}
-    attention: Any = layer.self_attention
-    dim, heads = attention.head_dim, attention.num_heads
+    dim, heads = layer.self_attention.head_dim, layer.self_attention.num_heads
     query = Part("self_attn.q_proj.weight", "(h k) d -> d h k", row_groups=heads)
     return {
         **mixture.QWEN_IN_LAYER,

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 from jaxtyping import Array, Bool, Float, Int
@@ -28,6 +28,11 @@ from moelib.parallel.sharding import constrain
 
 _MAX_LAYERS = 10_000  # Far above any model; far more would be built for hours.
 
+if TYPE_CHECKING:  # The fields of a part may be set without a check for None.
+    _Part = BaseLayer.Config | Any
+else:
+    _Part = BaseLayer.Config | None
+
 # The residual stream, and what layers carry besides it.
 Stream = tuple[Array, dict[str, Array]]
 
@@ -51,9 +56,9 @@ class TransformerLayer(BaseLayer):
     class Config(BaseLayer.Config):
         input_dim: Required[int] = REQUIRED  # D.
         # Mixes tokens; None for a layer of `feed_forward` alone.
-        self_attention: BaseLayer.Config | None = GroupedQueryAttention.default_config()
+        self_attention: _Part = GroupedQueryAttention.default_config()
         # FeedForward or MoELayer; None for a layer of `self_attention` alone.
-        feed_forward: BaseLayer.Config | None = FeedForward.default_config()
+        feed_forward: _Part = FeedForward.default_config()
         # Norm of the inputs of both; None for none.
         norm: BaseNorm.Config | None = RMSNorm.default_config()
         # Norm of the outputs of both, before they are added; None for none.
