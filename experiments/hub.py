@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from moelib.core.config import config_for_function
 from moelib.huggingface.families import read_model
-from moelib.layers.feed_forward import FeedForward
 from moelib.layers.initializers import normal
 from moelib.layers.moe.balance import BalanceScope, LoadBalanceLoss
+from moelib.layers.moe.layer import MoELayer
 from moelib.layers.remat import remat
 from moelib.models.causal_lm import CausalLM
 from moelib.train.trainer import SpmdTrainer
@@ -53,7 +53,7 @@ def model(settings: Mapping[str, Any], name: str, recipe: Recipe) -> CausalLM.Co
         cfg.multi_token_prediction.module.remat = config_for_function(remat)
         layers.append(cfg.multi_token_prediction.module.layer)
     for moe in (layer.feed_forward for layer in layers):
-        if isinstance(moe, FeedForward.Config):
+        if not isinstance(moe, MoELayer.Config):
             continue
         if recipe.balance is not None:
             weight, scope = recipe.balance

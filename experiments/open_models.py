@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 
 from moelib.train.trainer import SpmdTrainer
 
-from . import deepseek, glm, granite, kimi, llama, minimax, mixtral, olmoe, qwen, solar
+from . import deepseek, glm, granite, kimi, llama, minimax, mixtral, nemotron, olmoe, qwen, solar
 
-FAMILIES = (llama, qwen, mixtral, olmoe, deepseek, kimi, glm, minimax, solar, granite)
+FAMILIES = (llama, qwen, mixtral, olmoe, deepseek, kimi, glm, minimax, solar, granite, nemotron)
 
 
 def named_trainer_configs() -> Mapping[str, Callable[[], SpmdTrainer.Config]]:

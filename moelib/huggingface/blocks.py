@@ -69,17 +69,17 @@ ATTENTION: Table = {
 def feed_forward_table(
     path: str, prefix: str, names: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
 ) -> Table:
-    """Returns the table of a gated feed-forward layer, or of experts with "{e}" in `prefix`.
+    """Returns the table of a feed-forward layer, or of experts with "{e}" in `prefix`.
 
     Args:
         path: Path of the layer's parameters.
         prefix: Prefix of the tensors' names.
-        names: Names of the gate, up and down projections.
+        names: Names of the gate, up and down projections, or of the last two without a gate.
     """
-    gate, up, down = (f"{prefix}.{name}.weight" for name in names)
+    *up, down = (f"{prefix}.{name}.weight" for name in names)
     lead = ("e",) if "{e}" in prefix else ()
     return {
-        f"{path}/up": [Part(gate, "f d -> d f", (*lead, 0)), Part(up, "f d -> d f", (*lead, 1))],
+        f"{path}/up": [Part(name, "f d -> d f", (*lead, i)) for i, name in enumerate(up)],
         f"{path}/down": [Part(down, "d f -> f d", lead)],
     }
 

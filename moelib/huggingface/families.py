@@ -31,6 +31,7 @@ from moelib.huggingface.mixture import (
     QWEN2_MOE_UNGATED,
     QWEN3_MOE,
 )
+from moelib.huggingface.nemotron_h import NEMOTRON_H
 from moelib.huggingface.olmo import FLEX_OLMO, OLMO2, OLMO3
 from moelib.huggingface.qwen_next import QWEN3_5_MOE, QWEN3_NEXT
 from moelib.huggingface.settings import Settings
@@ -51,7 +52,8 @@ FAMILIES = (
     *(KIMI_K2, GLM4_MOE_LITE, SOLAR_OPEN, GLM4_MOE, DOTS1, EXAONE_MOE, HY_V3, MINIMAX_M2, MISTRAL4),
     *(ERNIE4_5_MOE, QWEN3_VL_MOE, ERNIE4_5_VL_MOE),
     *(FLEX_OLMO, GRANITEMOE, GRANITEMOESHARED, HUNYUAN_MOE, DBRX),
-    *(QWEN3_NEXT, QWEN3_5_MOE, KIMI_LINEAR, GRANITEMOEHYBRID, DEEPSEEK_V32, GLM_MOE_DSA),
+    *(QWEN3_NEXT, QWEN3_5_MOE, KIMI_LINEAR, GRANITEMOEHYBRID, NEMOTRON_H),
+    *(DEEPSEEK_V32, GLM_MOE_DSA),
 )
 
 # Families whose rotary embeddings are more than one `rope_parameters`.

@@ -76,21 +76,29 @@ def mamba_table(mixer: Mamba2.Config, prefix: str) -> Table:
 # -- Settings ------------------------------------------------------------------------------------
 
 
+def mamba_of(settings: Settings, head_dim: int) -> Mamba2.Config:
+    """Returns Mamba-2."""
+    fields = {field: settings.take(name) for field, name in _MAMBA.items()}
+    settings.expect(mamba_proj_bias=False)
+    settings.skip("mamba_chunk_size")  # Of the computation.
+    if settings.take("time_step_limit", None) not in (None, _UNLIMITED, [0.0, math.inf]):
+        settings.expect(time_step_limit=_UNLIMITED)
+    return Mamba2.default_config().set(head_dim=head_dim, norm=blocks.norm(settings), **fields)
+
+
+def mamba_settings(mamba: Mamba2.Config) -> dict[str, Any]:
+    """Returns the settings that `mamba_of` reads."""
+    return {name: getattr(mamba, field) for field, name in _MAMBA.items()}
+
+
 def _model(settings: Settings) -> CausalLM.Config:
     positions = settings.take("position_embedding_type", None) or "nope"
     rotated = settings.lookup("position_embedding_type", positions, {"rope": True, "nope": False})
     rope = blocks.rope(settings)
-    fields = {field: settings.take(name) for field, name in _MAMBA.items()}
-    settings.expect(mamba_proj_bias=False)
-    settings.skip("mamba_chunk_size")  # Of the computation.
     channels = settings.take("mamba_expand") * settings.take("hidden_size")
-    head_dim = channels // fields["num_heads"]
+    mamba = mamba_of(settings, channels // settings.take("mamba_n_heads"))
     if settings.take("mamba_d_head", "auto") != "auto":
-        settings.expect(mamba_d_head=head_dim)
-    if settings.take("time_step_limit", None) not in (None, _UNLIMITED, [0.0, math.inf]):
-        settings.expect(time_step_limit=_UNLIMITED)
-    norm = blocks.norm(settings)
-    mamba = Mamba2.default_config().set(head_dim=head_dim, norm=norm, **fields)
+        settings.expect(mamba_d_head=mamba.head_dim)
     kinds = settings.take("layer_types", None) or [_LINEAR] * settings.take("num_hidden_layers")
     settings.expect(num_hidden_layers=len(kinds))
     attention = granite.attention_of(settings, rope=rope if rotated else None)
@@ -117,7 +125,7 @@ def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
         raise ValueError("The channels of Mamba-2 are a multiple of the width in transformers.")
     return {
         **found,
-        **{name: getattr(mamba, field) for field, name in _MAMBA.items()},
+        **mamba_settings(mamba),
         "mamba_d_head": mamba.head_dim,
         "mamba_expand": channels // cfg.dim,
         "position_embedding_type": "nope" if attention.rope is None else "rope",

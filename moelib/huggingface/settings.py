@@ -63,9 +63,10 @@ _KINDS = {
         "kv_lora_rank max_position_embeddings? "
         "linear_conv_kernel_dim linear_head_dim linear_key_head_dim linear_num_heads "
         "linear_num_key_heads linear_num_value_heads linear_value_head_dim "
-        "moe_intermediate_size moe_k moe_num_experts n_group? n_routed_experts n_shared_experts? "
-        "num_attention_heads num_experts num_experts_per_tok num_key_value_heads? "
-        "mamba_d_conv mamba_d_state mamba_expand mamba_n_groups mamba_n_heads "
+        "moe_intermediate_size moe_k moe_latent_size? moe_num_experts n_group? "
+        "n_routed_experts n_shared_experts? num_attention_heads num_experts "
+        "num_experts_per_tok num_key_value_heads? "
+        "mamba_d_conv mamba_d_state mamba_expand mamba_head_dim mamba_n_groups mamba_n_heads "
         "num_shared_experts original_max_position_embeddings? q_lora_rank? "
         "qk_rope_head_dim rotary_dim? shared_expert_intermediate_size sliding_window? topk_group? "
         "v_head_dim vocab_size"
@@ -110,6 +111,7 @@ _KINDS = {
     ).names("sliding_window_pattern?"),
     **_list_of(int, "a list of integers").names("mlp_only_layers? no_rope_layers?"),
     **_list_of(str, "a list of texts").names("indexer_types? layer_types? mlp_layer_types?"),
+    **_Kind("a text", lambda x: isinstance(x, str)).names("hybrid_override_pattern"),
     **_Kind("an object", lambda x: isinstance(x, dict)).names(
         "attn_config? ffn_config? linear_attn_config? rope_parameters? rope_scaling? text_config"
     ),

@@ -19,7 +19,8 @@ from moelib.core import tree
 from moelib.core.module import functional
 from moelib.core.param import ParameterSpec, is_spec
 from moelib.core.tree import Nested
-from moelib.layers.transformer import BaseStack
+from moelib.layers.base import BaseLayer
+from moelib.layers.transformer import BaseStack, TransformerLayer
 from moelib.models.causal_lm import CausalLM
 from moelib.models.multi_token_prediction import MULTI_TOKEN
 from moelib.parallel.sharding import constrain
@@ -108,11 +109,15 @@ def _specs(model: CausalLM, batch_size: int, length: int) -> Any:
     return ParameterSpec((batch_size, length), ("batch", None), "int32")
 
 
+def _mixes_nothing(layer: BaseLayer) -> bool:
+    return isinstance(layer, TransformerLayer) and layer.config.self_attention is None
+
+
 @functools.lru_cache(maxsize=8)
 def _has_cache(model: CausalLM) -> bool:
     """Returns whether every layer caches the earlier tokens it needs; logs one that does not."""
     layers = [layer for layer, _ in model.walk()]
-    blocks = [layer for layer in layers if isinstance(layer.parent, BaseStack)]
+    blocks = [x for x in layers if isinstance(x.parent, BaseStack) and not _mixes_nothing(x)]
     attending = [layer for layer in layers if layer.sees_other_tokens]
     empty = [x for x in (*blocks, model) if not x.create_cache_specs_recursively(1, 1)]
     found = [*attending, *empty]

@@ -17,6 +17,7 @@ class Activation(enum.Enum):
     GELU = "gelu"
     SILU = "silu"
     RELU = "relu"
+    SQUARED_RELU = "squared_relu"  # relu(x)^2. Source: So et al., arXiv:2109.08668.
 
     @property
     def num_projections(self) -> int:
@@ -48,6 +49,10 @@ def _geglu(gate: Float[Array, "..."], up: Float[Array, "..."]) -> Float[Array, "
     return _gelu(gate) * up
 
 
+def _squared_relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    return jnp.square(jax.nn.relu(x))
+
+
 _GATED: dict[Activation, Callable[..., Array]] = {
     Activation.SWIGLU: _swiglu,
     Activation.CLAMPED_SWIGLU: _clamped_swiglu,
@@ -57,4 +62,5 @@ _PLAIN: dict[Activation, Callable[..., Array]] = {
     Activation.GELU: _gelu,
     Activation.SILU: jax.nn.silu,
     Activation.RELU: jax.nn.relu,
+    Activation.SQUARED_RELU: _squared_relu,
 }

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 from jaxtyping import Array, Bool, Float, Int
@@ -28,6 +28,11 @@ from moelib.parallel.sharding import constrain
 
 _MAX_LAYERS = 10_000  # Far above any model; far more would be built for hours.
 
+if TYPE_CHECKING:  # The fields of a part may be set without a check for None.
+    _Part = BaseLayer.Config | Any
+else:
+    _Part = BaseLayer.Config | None
+
 # The residual stream, and what layers carry besides it.
 Stream = tuple[Array, dict[str, Array]]
 
@@ -43,14 +48,17 @@ class TransformerLayer(BaseLayer):
     each sequence (S = 1), and returns the cache with them by `put_cache`.
 
     With `output_norm` and without `norm` it is the layer of OLMo 2, arXiv:2501.00656: x +=
-    norm(attention(x)); x += norm(feed_forward(x)).
+    norm(attention(x)); x += norm(feed_forward(x)). A layer may have one of the two parts alone, as
+    in Nemotron-H, arXiv:2504.03624.
     """
 
     @config_class
     class Config(BaseLayer.Config):
         input_dim: Required[int] = REQUIRED  # D.
-        self_attention: BaseLayer.Config = GroupedQueryAttention.default_config()  # Mixes tokens.
-        feed_forward: BaseLayer.Config = FeedForward.default_config()  # Or an MoELayer.
+        # Mixes tokens; None for a layer of `feed_forward` alone.
+        self_attention: _Part = GroupedQueryAttention.default_config()
+        # FeedForward or MoELayer; None for a layer of `self_attention` alone.
+        feed_forward: _Part = FeedForward.default_config()
         # Norm of the inputs of both; None for none.
         norm: BaseNorm.Config | None = RMSNorm.default_config()
         # Norm of the outputs of both, before they are added; None for none.
@@ -61,7 +69,14 @@ class TransformerLayer(BaseLayer):
     def __init__(self, cfg: Config, *, parent: BaseLayer | None) -> None:
         super().__init__(cfg, parent=parent)
         cfg = self.config
-        for name, part in (("attention", "self_attention"), ("feed_forward", "feed_forward")):
+        parts = {"attention": "self_attention", "feed_forward": "feed_forward"}
+        parts = {name: part for name, part in parts.items() if getattr(cfg, part) is not None}
+        if not parts:
+            raise UserError(
+                f"{self._title()}: self_attention=None and feed_forward=None; set one of them, or "
+                "remove the layer."
+            )
+        for name, part in parts.items():
             if cfg.norm is not None:
                 self._add_child(f"{name}_norm", cfg.norm.clone(dim=cfg.input_dim))
             self._add_child(part, getattr(cfg, part).clone(input_dim=cfg.input_dim))
@@ -85,11 +100,14 @@ class TransformerLayer(BaseLayer):
             mask: False for padding; None for no padding.
         """
         stream = ("batch", "residual_sequence", "activation_embed")
-        y = self._normalized("attention_norm", x)
-        y = self.self_attention(y, positions=positions, segment_ids=segment_ids)
-        x = constrain(x + self._to_residual("attention_output_norm", y), stream)
-        y = self.feed_forward(self._normalized("feed_forward_norm", x), mask)
-        return constrain(x + self._to_residual("feed_forward_output_norm", y), stream)
+        if self.config.self_attention is not None:
+            y = self._normalized("attention_norm", x)
+            y = self.self_attention(y, positions=positions, segment_ids=segment_ids)
+            x = constrain(x + self._to_residual("attention_output_norm", y), stream)
+        if self.config.feed_forward is not None:
+            y = self.feed_forward(self._normalized("feed_forward_norm", x), mask)
+            x = constrain(x + self._to_residual("feed_forward_output_norm", y), stream)
+        return x
 
     def _normalized(self, norm: str, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         """Returns the output of a norm, or x if the layer has none of this name."""

@@ -23,7 +23,7 @@ from moelib.parallel.pipeline.schedule import Schedule
 from moelib.verify.batches import vocab_size
 
 _WIDTHS = ("dim", "input_dim", "output_dim", "hidden_dim", "embedding_dim", "model_dim",
-           "q_lora_rank", "kv_lora_rank", "rank")  # fmt: skip
+           "q_lora_rank", "kv_lora_rank", "rank", "latent_dim")  # fmt: skip
 _VOCABULARIES = ("vocab_size", "num_embeddings")
 # With few rotary pairs, the ramp of YaRN would begin at the first one whatever `beta_fast`.
 _HEAD_DIMS = {"head_dim": 8, "nope_head_dim": 8, "rope_head_dim": 16, "v_head_dim": 6,

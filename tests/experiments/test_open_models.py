@@ -38,6 +38,11 @@ TOTAL = {
     "glm-4.7-flash": 31_221_488_576 - 46 * 64 - 1_278_094_656,
     "granite-4.0-h-tiny": 6_939_037_248,
     "granite-4.0-h-small": 32_207_337_984,
+    # By hand: embeddings and norms, then Mamba-2, attention and experts; 31.6 B as published.
+    "nemotron-3-nano-30b-a3b": (2 * 131_072 + 1 + 52) * 2688
+    + 23 * (2688 * (10_304 + 4096) + 5 * 6144 + 3 * 64 + 4096)
+    + 6 * 2688 * 128 * (2 * 32 + 2 * 2)
+    + 23 * (2688 * 128 + 2 * 2688 * (128 * 1856 + 3712)),
     # By hand: embeddings and norms, then per layer norms, attention, router and experts.
     "solar-open-100b": (2 * 196_608 + 1 + 48 * 2) * 4096
     + 48 * (2 * (64 + 8) * 128 * 4096 + 128 * 4096 + 129 * 3 * 1280 * 4096),
@@ -61,6 +66,7 @@ ACTIVE = {
     "glm-4.7-flash": 3.897,  # 3.26 without both.
     "granite-4.0-h-tiny": 1.465,
     "granite-4.0-h-small": 8.803,  # 9 B as published.
+    "nemotron-3-nano-30b-a3b": 3.580,  # 3.6 as published; 3.2 without the input's.
     "solar-open-100b": 12.055,  # 12 B as published.
     "mistral-small-4": 6.633,
 }

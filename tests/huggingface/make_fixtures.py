@@ -314,6 +314,29 @@ FAMILIES = {
             "shared_intermediate_size": 12,
         },
     ),
+    "nemotron_h": (
+        transformers.NemotronHConfig,
+        {
+            **{name: x for name, x in SHAPE.items() if name != "num_hidden_layers"},
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "head_dim": 8,
+            "intermediate_size": 12,
+            "layer_norm_epsilon": 1e-2,  # As above.
+            "mamba_head_dim": 6,
+            "mamba_num_heads": 4,
+            "moe_intermediate_size": 8,
+            "moe_latent_size": 12,
+            "moe_shared_expert_intermediate_size": 10,
+            "n_group": 2,
+            "n_groups": 2,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "routed_scaling_factor": 2.5,
+            "ssm_state_size": 6,
+            "time_step_min": 1e-30,  # transformers raises smaller steps to it.
+            "topk_group": 1,
+        },
+    ),
     "hunyuan_v1_dense": (
         transformers.HunYuanDenseV1Config,
         {

@@ -257,6 +257,28 @@ CHOICES = {
         "position_embedding_type": [None, "rope"],
         "shared_intermediate_size": [8, 12],
     },
+    "nemotron_h": {
+        "conv_kernel": [2, 4],
+        "head_dim": [4, 6],
+        "layer_norm_epsilon": [1e-2, 3e-3],
+        "layers_block_type": [
+            [STATE, "moe", FULL, "mlp"],
+            [STATE, "moe", STATE, "moe", FULL],
+            ["moe", FULL, STATE, "moe", STATE],
+            ["mlp", STATE, "mlp", STATE],
+        ],
+        "mamba_head_dim": [4, 6],
+        "mamba_num_heads": [4, 8],
+        "moe_latent_size": [None, 12],
+        "moe_shared_expert_intermediate_size": [8, 12],
+        "n_group": [1, 2],
+        "n_groups": [1, 2],
+        "norm_topk_prob": BOTH,
+        "num_key_value_heads": [1, 2, 4],
+        "routed_scaling_factor": [1.0, 2.5],
+        "ssm_state_size": [4, 6],
+        "use_conv_bias": BOTH,
+    },
     "granitemoeshared": {**GROUPED, **FACTORS, "shared_intermediate_size": [0, 12]},
 }
 

@@ -8,11 +8,19 @@ import pytest
 
 from moelib.core.errors import UserError
 from moelib.huggingface.blocks import layers_of
-from moelib.huggingface.families import published_settings, read_model, settings_of
+from moelib.huggingface.families import (
+    NoFamilyError,
+    published_settings,
+    read_model,
+    settings_of,
+)
 from moelib.layers.rope import RotaryEmbedding, YarnRotaryEmbedding
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 FAMILIES = sorted(path.name for path in FIXTURES.iterdir())
+
+
+PATTERN = {"layers_block_type": None, "hybrid_override_pattern": "ME*-"}
 
 
 def read(family, **settings):
@@ -86,6 +94,8 @@ def test_a_setting_of_every_family_is_checked(family, name, value, allowed):
         ("exaone_moe", "sliding_window_pattern", 0),
         ("qwen3_vl_moe", "text_config", [1]),
         ("deepseek_v32", "index_topk", 0),
+        ("nemotron_h", "hybrid_override_pattern", 3),
+        ("nemotron_h", "moe_latent_size", 0),
     ],
 )
 def test_a_setting_of_a_family_is_checked(family, name, value):
@@ -126,6 +136,13 @@ def test_parameters_of_rotary_embeddings_are_checked(name, value):
         ("deepseek_v32", {"q_lora_rank": None}, "q_lora_rank=None"),
         ("deepseek_v32", {"indexer_rope_interleave": True}, "indexer_rope_interleave=True"),
         ("glm_moe_dsa", {"index_topk_freq": 4}, "index_topk_freq=4"),
+        ("nemotron_h", {"hybrid_override_pattern": "MEX"}, "hybrid_override_pattern='MEX'"),
+        ("nemotron_h", PATTERN | {"hybrid_override_pattern": "MX"}, "hybrid_override_pattern='X'"),
+        ("nemotron_h", {"layers_block_type": ["mamba2"]}, "layers_block_type='mamba2'"),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu'"),
+        ("nemotron_h", {"n_shared_experts": 2}, "n_shared_experts=2"),
+        ("nemotron_h", {"time_step_limit": [0.01, 1.0]}, "time_step_limit="),
+        ("nemotron_h", {"use_bias": True}, "use_bias=True"),
         ("glm_moe_dsa", {"indexer_types": ["full", "shared"]}, "indexer_types='shared'"),
     ],
 )
@@ -145,6 +162,26 @@ def test_a_published_dbrx_is_written_with_the_base_where_transformers_reads_it()
 def test_a_rate_of_dropout_is_read_with_a_warning(caplog):
     assert read("granite", attention_dropout=0.1) == read("granite")
     assert "attention_dropout=0.1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"layers_block_type": ["mamba", "moe", "attention", "mlp"]},
+        PATTERN,
+    ],
+    ids=str,
+)
+def test_the_parts_of_nemotron_h_have_other_spellings(spelling):
+    assert read("nemotron_h", **spelling) == read("nemotron_h")
+
+
+def test_no_architecture_has_layers_of_one_part_and_layers_of_both():
+    _, cfg = read("nemotron_h")
+    first = cfg.decoder.first_layers or cfg.decoder.block
+    first[0].feed_forward = layers_of(cfg.decoder)[-1].feed_forward.clone()
+    with pytest.raises(NoFamilyError):
+        settings_of(cfg)
 
 
 def test_one_rotary_embedding_of_olmo_3_is_that_of_layers_without_a_window():

@@ -52,7 +52,7 @@ NEWEST, OLDER = "5.24.0", "4.57.6"
 # Families that the older version lacks.
 NEW = (
     *("deepseek_v32", "exaone_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3", "minimax_m2"),
-    *("mistral4", "solar_open"),
+    *("mistral4", "nemotron_h", "solar_open"),
 )
 VARIABLES = {NEWEST: "MOELIB_HF_PYTHON", OLDER: "MOELIB_HF4_PYTHON"}
 

@@ -97,6 +97,9 @@ DECODERS = {
         delta_layer(), layer(output_gate=True), delta_layer(KimiDeltaAttention, conv_width=2)
     ),
     "mamba": lambda: decoder(mamba_layer(), layer(), mamba_layer(conv_width=2)),
+    "one part": lambda: decoder(
+        mamba_layer().set(feed_forward=None), layer().set(self_attention=None), layer()
+    ),
     "loop": lambda: decoder(layer(window=3), layer(), kind=LoopStack),
     "scan": lambda: decoder(layer(window=3), layer(), first_layers=[layer()]),
 }

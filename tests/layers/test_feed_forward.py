@@ -50,6 +50,7 @@ WANT = {
     Activation.GELU: gelu,
     Activation.SILU: silu,
     Activation.RELU: lambda x: np.maximum(x, 0),
+    Activation.SQUARED_RELU: lambda x: np.maximum(x, 0) ** 2,
     Activation.SWIGLU: lambda gate, up: silu(gate) * up,
     Activation.GEGLU: lambda gate, up: gelu(gate) * up,
     Activation.CLAMPED_SWIGLU: clamped,

@@ -229,6 +229,43 @@ def test_outputs_are_normalized_and_scaled_before_they_are_added():
     np.testing.assert_allclose(got, want, atol=1e-6)
 
 
+def one_part_each():
+    """Returns the two layers that have the two parts of a layer."""
+    both = layers()[0]
+    return [both.clone(feed_forward=None), both.clone(self_attention=None)]
+
+
+@pytest.mark.parametrize("kind", [LoopStack, ScanStack])
+def test_two_layers_of_one_part_are_one_layer_of_both(kind):
+    cfg = kind.default_config().set(input_dim=D)
+    apart = build(cfg, block=one_part_each(), num_layers=4, remat=config_for_function(remat))
+    whole = build(cfg, block=[layers()[0]], num_layers=2)
+    params = initial(whole)
+    mixers = {"layer0": "layer0", "layer1": "layer2", "repeated0": "repeated0"}
+    others = {"layer0": "layer1", "layer1": "layer3", "repeated0": "repeated1"}
+    split = {}
+    for name, layer in params.items():
+        split[mixers[name]] = {n: layer[n] for n in ("attention_norm", "self_attention")}
+        split[others[name]] = {n: layer[n] for n in ("feed_forward_norm", "feed_forward")}
+    assert jax.tree.structure(initial(apart)) == jax.tree.structure(split)
+    run = jax.jit(jax.value_and_grad(objective, (1, 2), has_aux=True), static_argnums=0)
+    (got, _), (grads, grad_x) = run(apart, split, X)
+    (want, _), (want_grads, want_x) = run(whole, params, X)
+    tiny.assert_trees_close((got, grad_x), (want, want_x))
+    for name, layer in want_grads.items():
+        tiny.assert_trees_close({**grads[mixers[name]], **grads[others[name]]}, layer)
+    assert apart.active_parameters() == whole.active_parameters()
+    assert apart.forward_flops_per_token(S) == whole.forward_flops_per_token(S)
+    caches = apart.create_cache_specs_recursively(2, 32)
+    assert caches.keys() == {mixers[name] for name in params}
+
+
+def test_a_layer_without_parts_is_refused():
+    cfg = layers()[0].set(self_attention=None, feed_forward=None)
+    with pytest.raises(ValueError, match="self_attention=None and feed_forward=None"):
+        build(cfg, input_dim=D)
+
+
 class WithoutInputDim(BaseLayer):
     """A layer that does not declare the size that its parent sets."""
 

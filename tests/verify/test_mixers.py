@@ -81,3 +81,12 @@ def test_mixers_compute_the_same_in_a_pipeline(name):
     cfg = trainer_of(name, num_layers=4)
     cfg.set(num_microbatches=4, pipeline_schedule=Schedule.ZB_H1)
     assert failures(cfg, "pipeline=2,fsdp=2,model=2") == []
+
+
+@pytest.mark.slow
+def test_layers_of_one_part_compute_the_same_in_a_pipeline():
+    mixer = balanced_moe(num_experts=8).set(self_attention=MIXERS["mamba2"][0], feed_forward=None)
+    experts = balanced_moe(num_experts=8, latent_dim=12).set(self_attention=None)
+    cfg = trainer(mixer, experts, num_layers=4, remat=config_for_function(remat))
+    cfg.set(num_microbatches=4, pipeline_schedule=Schedule.ZB_H1)
+    assert failures(cfg, "pipeline=2,expert=2,model=2") == []

@@ -11,6 +11,7 @@ from moelib.core.param import ParameterSpec
 from moelib.core.tree import Nested
 from moelib.core.varying import vary
 from moelib.layers.base import BaseLayer, weight_spec
+from moelib.layers.linear import Linear
 from moelib.layers.moe.balance import (
     BalanceScope,
     LayerLoad,
@@ -36,13 +37,16 @@ class MoELayer(BaseLayer):
     """A mixture of experts, used as a feed-forward layer.
 
     Source: Shazeer et al., arXiv:1701.06538; shared experts: Dai et al., arXiv:2401.06066; their
-    gate: Qwen2, arXiv:2407.10671.
+    gate: Qwen2, arXiv:2407.10671; latent experts: Elango et al., arXiv:2601.18089.
     """
 
     @config_class
     class Config(BaseLayer.Config):
         input_dim: Required[int] = REQUIRED  # D.
         hidden_dim: Required[PositiveInt] = REQUIRED  # F, of each expert.
+        # Width of the inputs and outputs of routed experts, to and from which all tokens are
+        # projected; None for D, without projections.
+        latent_dim: PositiveInt | None = None
         num_experts: Required[PositiveInt] = REQUIRED  # E.
         num_experts_per_token: Required[PositiveInt] = REQUIRED  # K.
         router: BaseLayer.Config = Router.default_config()  # Selects experts and their weights.
@@ -68,7 +72,10 @@ class MoELayer(BaseLayer):
             "num_experts_per_token": cfg.num_experts_per_token,
         }
         self._add_child("router", cfg.router.clone(**sizes))
-        self._add_child("experts", cfg.experts.clone(hidden_dim=cfg.hidden_dim, **sizes))
+        inside = {**sizes, "input_dim": cfg.latent_dim or cfg.input_dim}
+        self._add_child("experts", cfg.experts.clone(hidden_dim=cfg.hidden_dim, **inside))
+        if cfg.latent_dim is not None:
+            self._add_latent_projections(cfg.latent_dim)
         if cfg.local_experts is not None:
             self._add_child("local_experts", cfg.local_experts.clone(**sizes))
         if cfg.shared_experts is not None:
@@ -89,6 +96,12 @@ class MoELayer(BaseLayer):
             self._add_child("load_counter", counter)
         self._dispatcher = cfg.dispatcher.instantiate()
 
+    def _add_latent_projections(self, latent_dim: int) -> None:
+        dim, projection = self.config.input_dim, Linear.default_config()
+        self._add_child("latent_down", projection.clone(input_dim=dim, output_dim=latent_dim))
+        up = projection.clone(input_dim=latent_dim, output_dim=dim, axes=(None, "embed"))
+        self._add_child("latent_up", up.set(param_init=self._initializer("output_init")))
+
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg: MoELayer.Config = self.config
         gate = weight_spec((cfg.input_dim, 1), ("embed", None))
@@ -101,7 +114,11 @@ class MoELayer(BaseLayer):
         if mask is None:
             mask = jnp.ones(x.shape[:2], bool)
         routing: Routing = self.router(x, mask)
-        y, num_dropped = self._routed(self.parameters["experts"], x, routing)
+        is_latent = self.config.latent_dim is not None
+        inputs = self.latent_down(x) if is_latent else x
+        y, num_dropped = self._routed(self.parameters["experts"], inputs, routing)
+        if is_latent:
+            y = self.latent_up(y)
         if self.config.local_experts is not None:
             y = y + self.local_experts(x, routing)
         if self.config.shared_experts is not None:

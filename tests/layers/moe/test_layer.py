@@ -64,8 +64,10 @@ def by_hand(params, mask=MASK):
     probs = softmax(x @ p["router"]["weight"])
     ids = np.argsort(-probs, -1)[..., :K]
     weights = np.take_along_axis(probs, ids, -1) * mask[..., None]
-    rows = (a.reshape(B * S, -1) for a in (x, ids, weights))
-    y = routed(p["experts"], *rows).reshape(B, S, D)
+    inputs = x @ p["latent_down"]["weight"] if "latent_down" in p else x
+    rows = (a.reshape(B * S, -1) for a in (inputs, ids, weights))
+    y = routed(p["experts"], *rows).reshape(inputs.shape)
+    y = y @ p["latent_up"]["weight"] if "latent_up" in p else y
     return ids, weights, y + swiglu(x, p["shared_experts"]["up"], p["shared_experts"]["down"])
 
 
@@ -188,6 +190,16 @@ def test_shared_experts_may_have_a_gate():
     np.testing.assert_allclose(half.astype(jnp.float32), got, atol=0.05)
 
 
+def test_latent_experts_take_projections_of_the_tokens_and_shared_ones_the_tokens():
+    made = layer(latent_dim=5)
+    params = initial(made)
+    _, _, want = by_hand(params)
+    np.testing.assert_allclose(call(made, params, X, MASK), want, rtol=1e-5, atol=1e-5)
+    fewer = 3 * K * F * (D - 5) - 2 * D * 5  # Of experts, less the projections.
+    assert made.active_parameters() == LAYER.active_parameters() - fewer
+    assert made.forward_flops_per_token(S) == LAYER.forward_flops_per_token(S) - 2 * fewer
+
+
 MESH = {"fsdp": 2, "seq": 2, "model": 2}
 SPLIT = {"expert": 2, "fsdp": 2, "model": 2}
 
@@ -198,6 +210,7 @@ SPLIT = {"expert": 2, "fsdp": 2, "model": 2}
     [
         (MESH, SortedDispatcher, {"router": BALANCED, "shared_gate": True}, {}),
         (MESH, SortedDispatcher, GPT_OSS, {}),
+        (SPLIT, RaggedDispatcher, {"latent_dim": 4}, {}),
         # Weights may be split over an axis that splits no tokens.
         (SPLIT, RaggedDispatcher, GPT_OSS, {"expert_embed": ("fsdp", "model"), "expert_ffn": ()}),
         (SPLIT, RaggedDispatcher, GPT_OSS, {"expert_embed": ("model",), "expert_ffn": ()}),
