@@ -5,7 +5,6 @@ and backward, without recomputation. Times are those of the program played in it
 takes seconds to a minute; GPUs need the plugin of `moelib[plan-gpu]`.
 """
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,11 +18,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from moelib.core.config import did_you_mean
 from moelib.core.module import functional
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
+from moelib.layers.attention.indexer import Indexer
+from moelib.layers.attention.latent import LatentAttention
 from moelib.layers.mixers import delta_rule
 from moelib.layers.mixers.gated_delta_net import GatedDeltaNet
 from moelib.layers.mixers.kimi_delta_attention import KimiDeltaAttention
 from moelib.layers.mixers.mamba2 import Mamba2
-from moelib.planning.compiled.compile_step import no_compilation_cache
+from moelib.planning.compiled.compile_step import WITHOUT_DEVICE, no_compilation_cache
 from moelib.planning.estimate import candidates
 from moelib.planning.estimate.links import Links
 from moelib.planning.hardware.topologies import Topology, describe, topology
@@ -32,6 +33,7 @@ from moelib.planning.hlo.source import SourceMap
 from moelib.planning.report.count import count
 from moelib.planning.report.timeline import play, times
 from moelib.runtime.table import Table, print_table
+from moelib.train.compiler_options import compile_with
 
 _LENGTHS = 4096, 32768, 131072
 _DIM = 2048
@@ -41,8 +43,14 @@ _DELTA = {"num_value_heads": 32, "key_head_dim": 128, "value_head_dim": 128}
 def mixers() -> dict[str, Any]:
     """Returns the layers' configs by name."""
     attention = GroupedQueryAttention.default_config()
+    latent = LatentAttention.default_config().set(num_heads=32, q_lora_rank=768, kv_lora_rank=512)
+    latent.set(nope_head_dim=128, rope_head_dim=64, v_head_dim=128)
+    indexer = Indexer.default_config().set(num_heads=16, index_dim=128)
+    indexer.set(num_chosen=2048, loss_weight=0.0)  # Its loss is no part of the output.
     return {
         "attention": attention.set(num_heads=32, num_kv_heads=4, head_dim=128),
+        "latent attention": latent,
+        "sparse attention": latent.clone(indexer=indexer),
         "gated delta net": GatedDeltaNet.default_config().set(**_DELTA, num_key_heads=16),
         "kimi delta attention": KimiDeltaAttention.default_config().set(**_DELTA),
         "mamba-2": Mamba2.default_config().set(num_heads=64, head_dim=64, state_dim=128),
@@ -71,7 +79,8 @@ def figures(cfg: Any, length: int, on: Topology, *, token_by_token: bool = False
     with jax.set_mesh(mesh), no_compilation_cache(), mock.patch.object(delta_rule, "chunked", form):
         params = jax.tree.map(lambda x: array(x.shape, x.dtype), shapes)
         x = array((1, length, _DIM), jnp.bfloat16)
-        compiled = jax.jit(run).lower(params, x, array((1, length), jnp.int32), x).compile()
+        lowered = jax.jit(run).lower(params, x, array((1, length), jnp.int32), x)
+        compiled = compile_with(lowered, WITHOUT_DEVICE[on.accelerator.platform])
     text = compiled.as_text() or ""
     program, sizes = parse(text), dict(mesh.shape)
     found = count(compiled, program, sizes, rows_routed=None, model_flops=0)["figures"]
@@ -82,7 +91,7 @@ def figures(cfg: Any, length: int, on: Topology, *, token_by_token: bool = False
 
 def main(names: Sequence[str]) -> None:
     """Compiles the mixers for a topology, and prints a row for each length."""
-    os.environ["JAX_PLATFORMS"] = "cpu"  # No accelerator is used.
+    jax.config.update("jax_platforms", "cpu")  # No accelerator is used.
     on = topology(names[0] if names else "v6e:2x2")
     known = mixers()
     if unknown := [name for name in names[1:] if name not in known]:
@@ -90,7 +99,7 @@ def main(names: Sequence[str]) -> None:
     rows = []
     for name in names[1:] or known:
         jobs = [(name, length, False) for length in _LENGTHS]
-        if name != "attention":
+        if "attention" not in name or "delta" in name:
             jobs.append((f"{name}, token by token", _LENGTHS[0], True))
         for label, length, token_by_token in jobs:
             found = figures(known[name], length, on, token_by_token=token_by_token)

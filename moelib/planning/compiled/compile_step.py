@@ -24,7 +24,7 @@ OnStage = Callable[[str, float, str], None]  # (stage, seconds, result in words)
 
 # Without a GPU the compiler cannot ask it for the workspace of its own sort of over 16,384 keys; it
 # then writes out the sort, as for fewer keys.
-_WITHOUT_DEVICE = {"tpu": {}, "gpu": {"xla_gpu_enable_cub_radix_sort": "False"}}
+WITHOUT_DEVICE = {"tpu": {}, "gpu": {"xla_gpu_enable_cub_radix_sort": "False"}}
 
 
 def compile_step(
@@ -67,7 +67,7 @@ def compile_step(
     stopwatch.done("build", describe_mesh(mesh))
     options = (
         trainer.compiler_options()
-        | _WITHOUT_DEVICE[topology.accelerator.platform]
+        | WITHOUT_DEVICE[topology.accelerator.platform]
         | spelled(compiler_options or {})
     )
     with no_compilation_cache():
