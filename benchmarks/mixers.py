@@ -19,6 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from moelib.core.config import did_you_mean
 from moelib.core.module import functional
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
+from moelib.layers.attention.indexer import Indexer
+from moelib.layers.attention.latent import LatentAttention
 from moelib.layers.mixers import delta_rule
 from moelib.layers.mixers.gated_delta_net import GatedDeltaNet
 from moelib.layers.mixers.kimi_delta_attention import KimiDeltaAttention
@@ -41,8 +43,19 @@ _DELTA = {"num_value_heads": 32, "key_head_dim": 128, "value_head_dim": 128}
 def mixers() -> dict[str, Any]:
     """Returns the layers' configs by name."""
     attention = GroupedQueryAttention.default_config()
+    latent = LatentAttention.default_config().set(
+        num_heads=32,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        nope_head_dim=128,
+        rope_head_dim=64,
+        v_head_dim=128,
+    )
+    indexer = Indexer.default_config().set(num_heads=64, index_dim=128, num_chosen=2048)
     return {
         "attention": attention.set(num_heads=32, num_kv_heads=4, head_dim=128),
+        "latent attention": latent,
+        "sparse attention": latent.clone(indexer=indexer),
         "gated delta net": GatedDeltaNet.default_config().set(**_DELTA, num_key_heads=16),
         "kimi delta attention": KimiDeltaAttention.default_config().set(**_DELTA),
         "mamba-2": Mamba2.default_config().set(num_heads=64, head_dim=64, state_dim=128),
@@ -90,7 +103,7 @@ def main(names: Sequence[str]) -> None:
     rows = []
     for name in names[1:] or known:
         jobs = [(name, length, False) for length in _LENGTHS]
-        if name != "attention":
+        if name not in ("attention", "latent attention", "sparse attention"):
             jobs.append((f"{name}, token by token", _LENGTHS[0], True))
         for label, length, token_by_token in jobs:
             found = figures(known[name], length, on, token_by_token=token_by_token)
