@@ -24,6 +24,8 @@ COMMANDS = {
     "plan": ("moelib.cli.plan", "Estimate memory, time and cost of a run."),
     "verify": ("moelib.cli.verify", "Check that a config computes the same on every mesh."),
     "generate": ("moelib.cli.generate", "Continue prompts with a trained model."),
+    "chat": ("moelib.cli.chat", "Talk to a model on the terminal."),
+    "serve": ("moelib.cli.serve", "Answer requests of OpenAI's clients with a model."),
     "evaluate": ("moelib.cli.evaluate", "Evaluate the checkpoints of a run on benchmarks."),
     "analyze": ("moelib.cli.analyze", "Analyze runs: routing, scaling laws, dense twins."),
     "convert": ("moelib.cli.convert", "Read and write Hugging Face models."),

@@ -70,7 +70,7 @@ def assert_likeliest(model, prompts, texts):
 
 
 def test_greedy_texts_are_the_most_likely_tokens_while_caches_grow(monkeypatch):
-    monkeypatch.setattr(decode, "_MIN_CACHE", 8)  # From 16 to 32.
+    monkeypatch.setattr(decode, "MIN_CACHE", 8)  # From 16 to 32.
     moe = tiny.moe(dispatcher=DenseDispatcher.default_config())
     stack = decoder(layer(moe, window=3), first_layers=[layer(sinks=True)])
     model = with_parameters(tiny.model_config(stack))
