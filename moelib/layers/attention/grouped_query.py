@@ -1,5 +1,6 @@
 """Grouped-query attention: multi-head when every query head has its own keys and values."""
 
+import functools
 from typing import ClassVar
 
 import jax
@@ -18,6 +19,7 @@ from moelib.layers.norm import BaseNorm
 from moelib.layers.quantization import project
 from moelib.layers.remat import save_activation
 from moelib.layers.rope import RotaryEmbedding
+from moelib.layers.tracing import ATTENTION_WEIGHTS, attention_weights, trace
 from moelib.parallel.sharding import constrain
 
 
@@ -166,6 +168,8 @@ class GroupedQueryAttention(BaseLayer):
         spec = MaskSpec(scale, window=cfg.window, logit_cap=cfg.logit_cap)
         if (cached := self._store(k, v, positions, segment_ids)) is not None:
             return attend_to_cache(q, *cached, positions, sinks, spec)
+        weights = functools.partial(attention_weights, q, k, segment_ids, sinks, spec)
+        trace(self, ATTENTION_WEIGHTS, weights)
         return attend(q, k, v, segment_ids, sinks, spec=spec)
 
     def _store(

@@ -5,6 +5,7 @@ new token is computed without keys and values of the earlier ones: the projectio
 multiplied into its query and its output ("absorbed").
 """
 
+import functools
 from typing import Any, ClassVar
 
 import jax
@@ -27,6 +28,7 @@ from moelib.layers.norm import BaseNorm, RMSNorm
 from moelib.layers.quantization import QuantizedWeight, project
 from moelib.layers.remat import save_activation
 from moelib.layers.rope import RotaryEmbedding
+from moelib.layers.tracing import ATTENTION_WEIGHTS, attention_weights, trace
 from moelib.parallel.sharding import constrain
 
 
@@ -171,6 +173,8 @@ class LatentAttention(BaseLayer):
                 return save_activation(constrain(out, split), CONTEXT)
         k, v = self.keys_and_values(latent, key)
         k, v = constrain(k, split), constrain(v, split)
+        weights = functools.partial(attention_weights, q, k, segment_ids, None, spec)
+        trace(self, ATTENTION_WEIGHTS, weights)
         return save_activation(constrain(attend(q, k, v, segment_ids, spec=spec), split), CONTEXT)
 
     @property
