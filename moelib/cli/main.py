@@ -26,6 +26,7 @@ COMMANDS = {
     "generate": ("moelib.cli.generate", "Continue prompts with a trained model."),
     "chat": ("moelib.cli.chat", "Talk to a model on the terminal."),
     "serve": ("moelib.cli.serve", "Answer requests of OpenAI's clients with a model."),
+    "inspect": ("moelib.cli.inspect", "Show what a model computes for a text, as a page."),
     "evaluate": ("moelib.cli.evaluate", "Evaluate the checkpoints of a run on benchmarks."),
     "analyze": ("moelib.cli.analyze", "Analyze runs: routing, scaling laws, dense twins."),
     "convert": ("moelib.cli.convert", "Read and write Hugging Face models."),

@@ -51,7 +51,7 @@ class Trace:
         return f"Trace({count} tokens {first!r:.60}, {len(self.layers)} layers)"
 
     @property
-    def residual_norms(self) -> dict[str, npt.NDArray[np.float32]]:
+    def residual_norms(self) -> dict[str, npt.NDArray[Any]]:
         """The length of the residual stream [S] after each layer, by path."""
         streams = {path: arrays.get(HIDDEN) for path, arrays in self.layers.items()}
         return {p: np.linalg.norm(x, axis=-1) for p, x in streams.items() if x is not None}

@@ -1,6 +1,8 @@
 """Traces: arrays inside layers are those that the layers compute."""
 
 import contextlib
+import json
+import re
 import types
 
 import jax
@@ -11,6 +13,7 @@ from moelib.core.errors import UserError
 from moelib.core.module import functional
 from moelib.data.tokens.tokenizer import ByteTokenizer
 from moelib.inference.trace import trace
+from moelib.inference.trace_page import trace_page
 from moelib.layers.moe.dispatch import DenseDispatcher
 from moelib.layers.transformer import ScanStack
 from tests import tiny
@@ -91,6 +94,25 @@ def test_only_layers_and_arrays_of_interest_are_kept(model):
     norms = found.residual_norms["decoder.layer1"]
     np.testing.assert_allclose(norms**2, np.sum(hidden**2, -1), rtol=1e-5)
     assert len(repr(found)) < 200
+
+
+def test_the_page_has_the_tokens_predictions_and_experts_and_no_code_of_the_text(model):
+    text = "</script><script>alert(1)</script>\n"
+    found = trace(model, text)
+    page = trace_page(found, model.tokenizer, title="<b>")
+    (content,) = re.findall(r'type="application/json" id="data">(.*?)</script>', page)
+    data = json.loads(content)
+    assert "".join(data["tokens"]) == text
+    assert data["title"] == "<b>"
+    assert data["losses"] == pytest.approx(found.losses.tolist(), rel=1e-3)
+    experts = data["layers"][0]["experts"]
+    ids = found.layers["decoder.layer0.feed_forward"]["expert_ids"]
+    assert [[i for i, _ in each] for each in experts] == ids.tolist()
+    last = data["predictions"][-1]["best"]
+    best = [chr(i) for i in np.argmax(found.logits[:, :128], axis=-1)]
+    likely = [i for i, x in enumerate(np.argmax(found.logits, axis=-1)) if x < 128]
+    assert [last[i][0][0] for i in likely] == [best[i] for i in likely]
+    assert len(likely) > 3
 
 
 @pytest.mark.parametrize(
