@@ -27,7 +27,7 @@ class ChatFlags(ModelFlags):
 
     def chat_format(self, model: Any, *, is_required: bool) -> Any:
         """Returns the `ChatFormat` of a loaded model, or None. Raises UserError."""
-        from moelib.data.chat.template import find_template
+        from moelib.data.tokens.chat.template import find_template
         from moelib.inference.conversation import ChatFormat
 
         template = find_template(self.folder, self.chat_template, model.tokenizer)

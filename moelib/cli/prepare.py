@@ -121,8 +121,8 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
 
 def _chat_options(flags: Flags, tokenizer: Any) -> Any:
     """Returns the settings of conversations. Raises UsageError without a template."""
-    from moelib.data.chat.labels import ChatOptions
-    from moelib.data.chat.template import find_template
+    from moelib.data.tokens.chat.labels import ChatOptions
+    from moelib.data.tokens.chat.template import find_template
 
     path = flags.tokenizer or ""
     folder = path if os.path.isdir(path) else os.path.dirname(path) or "."

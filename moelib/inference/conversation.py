@@ -9,7 +9,7 @@ from moelib.inference.generate import generate
 from moelib.runtime.storage import write_json
 
 if TYPE_CHECKING:
-    from moelib.data.chat.template import ChatTemplate
+    from moelib.data.tokens.chat.template import ChatTemplate
 
 ROLES = "system", "user", "assistant"
 

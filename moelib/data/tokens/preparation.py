@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moelib.core.errors import ExistingFileError, UserError
-from moelib.data.chat.labels import ChatOptions
 from moelib.data.sources.files import STORE_MARK
 from moelib.data.sources.source import Part, Source, fingerprint
 from moelib.data.tokens import token_store
+from moelib.data.tokens.chat.labels import ChatOptions
 from moelib.data.tokens.prepare_part import (
     PARTS,
     PartOptions,

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from moelib.core.errors import UserError
-from moelib.data.chat.labels import ChatOptions
 from moelib.data.sources.files import STORE_MARK, files_of
 from moelib.data.sources.source import BadRecords, Part, Source
 from moelib.data.tokens import token_store
+from moelib.data.tokens.chat.labels import ChatOptions
 from moelib.data.tokens.preparation import (
     Preparation,
     do_part,

@@ -15,11 +15,11 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from moelib.core.errors import UserError
-from moelib.data.chat.conversation import RecordError
-from moelib.data.chat.labels import ChatEncoder, ChatOptions, Example, bounds_of
 from moelib.data.sources.files import check_unchanged, text_pieces
 from moelib.data.sources.source import BadRecordError, BadRecords, Part
 from moelib.data.tokens import token_store
+from moelib.data.tokens.chat.conversation import RecordError
+from moelib.data.tokens.chat.labels import ChatEncoder, ChatOptions, Example, bounds_of
 from moelib.data.tokens.store_check import hash_blocks
 from moelib.data.tokens.token_source import check_vocabulary
 from moelib.data.tokens.token_store import json_digest

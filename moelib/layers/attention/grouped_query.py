@@ -13,13 +13,13 @@ from moelib.core.errors import UserError
 from moelib.core.param import ParameterSpec
 from moelib.kernels.flash_attention import CONTEXT, MaskSpec
 from moelib.layers.attention.cached import attend_to_cache, num_slots, store
-from moelib.layers.attention.on_mesh import attend
+from moelib.layers.attention.on_mesh import attend, attention_weights
 from moelib.layers.base import BaseLayer, add_bias, bias_spec, weight_spec
 from moelib.layers.norm import BaseNorm
 from moelib.layers.quantization import project
 from moelib.layers.remat import save_activation
 from moelib.layers.rope import RotaryEmbedding
-from moelib.layers.tracing import ATTENTION_WEIGHTS, attention_weights, trace
+from moelib.layers.tracing import ATTENTION_WEIGHTS, trace
 from moelib.parallel.sharding import constrain
 
 

@@ -20,7 +20,7 @@ from moelib.core.param import ParameterSpec
 from moelib.kernels.flash_attention import CONTEXT, MaskSpec
 from moelib.layers.attention.cached import attend_to_cache, store
 from moelib.layers.attention.indexer import Indexer
-from moelib.layers.attention.on_mesh import attend
+from moelib.layers.attention.on_mesh import attend, attention_weights
 from moelib.layers.attention.sparse import Index, Keys, Queries, attend_to_chosen
 from moelib.layers.attention.temperature import AttentionTemperature
 from moelib.layers.base import BaseLayer, weight_spec
@@ -28,7 +28,7 @@ from moelib.layers.norm import BaseNorm, RMSNorm
 from moelib.layers.quantization import QuantizedWeight, project
 from moelib.layers.remat import save_activation
 from moelib.layers.rope import RotaryEmbedding
-from moelib.layers.tracing import ATTENTION_WEIGHTS, attention_weights, trace
+from moelib.layers.tracing import ATTENTION_WEIGHTS, trace
 from moelib.parallel.sharding import constrain
 
 

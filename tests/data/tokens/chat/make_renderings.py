@@ -1,6 +1,6 @@
 """Prints what transformers renders, as JSON; run by a Python that has transformers.
 
-PYTHON -m tests.data.chat.make_renderings > tests/data/chat/renderings.json
+PYTHON -m tests.data.tokens.chat.make_renderings > tests/data/tokens/chat/renderings.json
 """
 
 import json
@@ -9,7 +9,7 @@ import sys
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.data.chat.templates import CONVERSATIONS, TEMPLATES, TOKENS, TOOLS, cases
+from tests.data.tokens.chat.templates import CONVERSATIONS, TEMPLATES, TOKENS, TOOLS, cases
 
 
 def main():

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import tokenizers
 
-from moelib.data.chat.conversation import RecordError
-from moelib.data.chat.labels import ChatEncoder, ChatOptions, bounds_of
+from moelib.data.tokens.chat.conversation import RecordError
+from moelib.data.tokens.chat.labels import ChatEncoder, ChatOptions, bounds_of
 from moelib.data.tokens.tokenizer import ByteTokenizer, Tokenizer, train_bpe
-from tests.data.chat.templates import TEMPLATES
+from tests.data.tokens.chat.templates import TEMPLATES
 from tests.oracles import chat_labels
 
 TODAY = {"today": "2026-01-01", "bos_token": "", "eos_token": "<|endoftext|>"}

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moelib.core.errors import UserError
-from moelib.data.chat import renderer
+from moelib.data.tokens.chat import renderer
 from moelib.data.tokens.tokenizer import CHAT_TEMPLATE_FILE, SETTINGS_FILE, Tokenizer, named_token
 from moelib.runtime import storage
 from moelib.runtime.storage import read_json
@@ -215,7 +215,9 @@ def _source(
 ) -> tuple[str, str] | None:
     """Returns name and text of a template."""
     if choice in BUILT_IN:
-        file = importlib.resources.files("moelib.data.chat") / "templates" / f"{choice}.jinja"
+        file = (
+            importlib.resources.files("moelib.data.tokens.chat") / "templates" / f"{choice}.jinja"
+        )
         return f"chat_template={choice}", file.read_text("utf-8")
     path = choice
     if (

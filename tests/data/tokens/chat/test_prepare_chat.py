@@ -16,8 +16,8 @@ from moelib.core.module import functional
 from moelib.data.batches.lm_input import InputMode, LMInput
 from moelib.data.batches.mixture import Mixture
 from moelib.data.batches.packing import DocumentBoundary, LongDocuments, Packing
-from moelib.data.chat.labels import ChatEncoder, ChatOptions
 from moelib.data.sources.source import BadRecordError, InMemorySource
+from moelib.data.tokens.chat.labels import ChatEncoder, ChatOptions
 from moelib.data.tokens.prepare import prepare
 from moelib.data.tokens.token_store import TokenStore
 from moelib.data.tokens.tokenizer import ByteTokenizer

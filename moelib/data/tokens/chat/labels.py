@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from moelib.data.chat.conversation import Conversation, RecordError, read_conversation
-from moelib.data.chat.template import ChatTemplate, Rendered, TemplateError
+from moelib.data.tokens.chat.conversation import Conversation, RecordError, read_conversation
+from moelib.data.tokens.chat.template import ChatTemplate, Rendered, TemplateError
 from moelib.data.tokens.tokenizer import Tokenizer
 
 

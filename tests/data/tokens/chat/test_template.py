@@ -10,10 +10,10 @@ import time
 import pytest
 
 from moelib.core.errors import UserError
-from moelib.data.chat import template as template_lib
-from moelib.data.chat.template import BUILT_IN, ChatTemplate, TemplateError, find_template
+from moelib.data.tokens.chat import template as template_lib
+from moelib.data.tokens.chat.template import BUILT_IN, ChatTemplate, TemplateError, find_template
 from moelib.data.tokens.tokenizer import ByteTokenizer
-from tests.data.chat.templates import CONVERSATIONS, TEMPLATES, TOKENS, TOOLS, cases
+from tests.data.tokens.chat.templates import CONVERSATIONS, TEMPLATES, TOKENS, TOOLS, cases
 
 TALK = [
     {"role": "system", "content": "S"},
@@ -41,7 +41,7 @@ def test_texts_are_those_of_transformers(name):
 @pytest.mark.hf
 def test_transformers_renders_what_the_file_says():
     python = os.environ.get("MOELIB_HF_PYTHON") or pytest.skip("MOELIB_HF_PYTHON is not set")
-    command = [python, "-m", "tests.data.chat.make_renderings"]
+    command = [python, "-m", "tests.data.tokens.chat.make_renderings"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, encoding="utf-8")
     assert done.stdout == RENDERINGS.read_text("utf-8")
 

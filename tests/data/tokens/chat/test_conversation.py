@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from moelib.data.chat.conversation import RecordError, read_conversation
+from moelib.data.tokens.chat.conversation import RecordError, read_conversation
 
 USER, ANSWER = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
 
