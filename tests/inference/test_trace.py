@@ -85,6 +85,15 @@ def test_experts_are_the_likeliest_of_the_router(found):
     assert np.all(weights[:, 0] >= weights[:, 1])
 
 
+def test_the_example_of_the_page(model):
+    # --8<-- [start:python]
+    found = trace(model, "some text", layers=r"decoder\.layer\d+\.feed_forward")
+    for path, arrays in found.layers.items():
+        print(path, arrays["expert_ids"][-1], found.tokens[-1])
+    # --8<-- [end:python]
+    assert [*found.layers] == ["decoder.layer0.feed_forward", "decoder.layer2.feed_forward"]
+
+
 def test_only_layers_and_arrays_of_interest_are_kept(model):
     found = trace(model, TEXT, layers=r".*layer1\..*|.*layer1", names=["hidden"])
     assert {path: [*arrays] for path, arrays in found.layers.items()} == {

@@ -17,7 +17,9 @@ from moelib.data.batches.lm_input import InputMode, LMInput
 from moelib.data.batches.mixture import Mixture
 from moelib.data.batches.packing import DocumentBoundary, LongDocuments, Packing
 from moelib.data.sources.source import BadRecordError, InMemorySource
+from moelib.data.sources.source_for_path import source_for_path
 from moelib.data.tokens.chat.labels import ChatEncoder, ChatOptions
+from moelib.data.tokens.chat.template import find_template
 from moelib.data.tokens.prepare import prepare
 from moelib.data.tokens.token_store import TokenStore
 from moelib.data.tokens.tokenizer import ByteTokenizer
@@ -62,6 +64,19 @@ def lm_input(path, **fields):
     settings |= {"global_batch_size": 4, "long_documents": LongDocuments.ERROR, **fields}
     settings.setdefault("source", TokenStore.default_config().set(path=path))
     return LMInput.default_config().set(**settings).instantiate()
+
+
+def test_the_example_of_the_page(tmp_path):
+    path = str(tmp_path / "chat.jsonl")
+    write_jsonl(tmp_path / "chat.jsonl", RECORDS)
+    # --8<-- [start:python]
+    tokenizer = ByteTokenizer.default_config().instantiate()
+    template = find_template(None, "plain", tokenizer)
+    chat = ChatOptions(template.source, **template.tokens, today="2026-01-01", max_length=512)
+    records = source_for_path(path, text_field=None).instantiate()
+    store = prepare(records, tokenizer, path + ".store", chat=chat, append_eos=False)
+    # --8<-- [end:python]
+    assert store.num_documents == len(RECORDS)
 
 
 def examples():
