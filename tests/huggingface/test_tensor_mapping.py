@@ -64,7 +64,7 @@ def test_rows_of_each_group_are_taken_and_joined():
     np.testing.assert_array_equal(join_rows([(second, parts[1]), (first, parts[0])]), theirs)
 
 
-@pytest.mark.parametrize("name", mixtral.named_trainer_configs())
+@pytest.mark.parametrize("name", [x for x in mixtral.named_trainer_configs() if "mixtral" in x])
 def test_every_tensor_of_a_published_model_is_its_part_of_its_parameter(name):
     cfg = mixtral.named_trainer_configs()[name]().model.set(name="model")
     mappings = tensor_mappings(settings_of(cfg)[0], cfg.instantiate(parent=None))

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from moelib.core.errors import UserError
+from moelib.core.module import functional
 from moelib.layers.moe.router import Router, Score
 from moelib.layers.transformer import LoopStack, ScanStack
 from moelib.train.init_from import InitFrom
@@ -54,10 +55,12 @@ def upcycled(dense, directory, feed_forward, **fields):
 
 
 def loss_of(trainer):
-    (out, _), _ = tiny.value_and_grad(
-        trainer.model, jax.device_get(trainer.trainer_state.model), tiny.packed_batch()
-    )[0][1]
-    return float(out.mean)
+    @jax.jit
+    def loss(params, batch):
+        (loss, _), _ = functional(trainer.model, None, params, (batch,), is_training=False)
+        return loss.mean
+
+    return float(loss(jax.device_get(trainer.trainer_state.model), tiny.packed_batch()))
 
 
 @pytest.mark.parametrize(
