@@ -14,6 +14,7 @@ from moelib.inference.batcher import Batcher, BusyError
 from moelib.inference.generate import PromptError, Settings, generate_tokens
 from moelib.layers.moe.dispatch import DenseDispatcher
 from moelib.layers.transformer import LoopStack
+from moelib.parallel import sharding
 from tests import tiny
 from tests.inference.models import decoder, layer, mamba_layer, with_parameters
 
@@ -142,3 +143,17 @@ def test_bad_requests_are_refused(model):
             Client(batcher, [32])
         with pytest.raises(PromptError, match="max_length=3"):
             Client(batcher, [1, 2, 3], max_length=3)
+
+
+def test_a_mesh_gives_the_texts_of_one_device(model):
+    mesh = tiny.mesh(data=2, model=2)
+    shardings = sharding.named_shardings(model.model.create_parameter_specs_recursively(), mesh)
+    with jax.set_mesh(mesh):
+        parameters = jax.device_put(model.parameters, shardings)
+    loaded = {"parameters": parameters, "on_mesh": lambda: jax.set_mesh(mesh), "stop_ids": []}
+    prompts = [[1, 2], [3], [4, 5, 6]]
+    with Batcher(types.SimpleNamespace(**(vars(model) | loaded))) as batcher:
+        clients = [Client(batcher, prompt, temperature=0.0) for prompt in prompts]
+        assert {client.end() for client in clients} == {"length"}
+    expected = texts(model, prompts, range(3), temperature=0.0, stop_ids=[])
+    assert [client.tokens for client in clients] == expected
