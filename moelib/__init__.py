@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from moelib.evaluation.evaluate import evaluate
     from moelib.inference.generate import generate
+    from moelib.inference.trace import trace
     from moelib.planning.plan import plan
     from moelib.runs.loading import load_model
     from moelib.tasks.fit import fit
@@ -33,6 +34,7 @@ __all__ = [
     "load_model",
     "plan",
     "predict",
+    "trace",
     "verify_config",
 ]
 
@@ -44,6 +46,7 @@ _MODULES = {
     "load_model": "moelib.runs.loading",
     "plan": "moelib.planning.plan",
     "predict": "moelib.tasks.run",
+    "trace": "moelib.inference.trace",
     "verify_config": "moelib.verify.run",
 }
 

@@ -9,9 +9,10 @@ A run that was killed resumes when the same command is run again.
 """
 
 import dataclasses
+import datetime
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from moelib.core.errors import UsageError
 from moelib.runtime.command_line import flag, no_arguments
@@ -36,6 +37,18 @@ class Flags:
     train_bpe_mb: int = flag(
         20, "MB of text to train the BPE on, from the split train.", lower_bound=1
     )
+    format: Literal["text", "chat"] = flag(
+        "text", "Kind of records: text, or chat for conversations, whose answers are the labels."
+    )
+    chat_template: str | None = flag(
+        None,
+        "Chat template of --format=chat: a file of Jinja, chatml, llama3 or plain; by default that "
+        "next to --tokenizer.",
+    )
+    seq_len: int | None = flag(
+        None, "Tokens of the longest conversation; longer ones are cut after an answer."
+    )
+    leave_out_long: bool = flag(False, "Leave out conversations above --seq_len, uncut.")
     text_field: str = flag("text", "Field or column that holds the document.")
     tfds_data_dir: str | None = flag(None, "Folder of TFDS data sets; TFDS's own if not set.")
     num_processes: int | None = flag(
@@ -86,10 +99,12 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     check_splits(splits)  # Before a tokenizer is trained, which takes minutes.
     source = source_for(flags, flags.source).instantiate()
     tokenizer = _tokenizer(flags, flags.output, source, splits)
+    chat = _chat_options(flags, tokenizer) if flags.format == "chat" else None
     settings: dict[str, Any] = {
-        "append_eos": flags.append_eos,
+        "append_eos": flags.append_eos and chat is None,
         "prepend_bos": flags.prepend_bos,
         "skip_bad_records": flags.skip_bad_lines,
+        "chat": chat,
         "splits": splits,
         "split_seed": flags.split_seed,
     }
@@ -102,6 +117,28 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     else:
         preparation = plan_store(source, tokenizer, flags.output, **settings)
         prepare_share(preparation, tokenizer, share, **work)
+
+
+def _chat_options(flags: Flags, tokenizer: Any) -> Any:
+    """Returns the settings of conversations. Raises UsageError without a template."""
+    from moelib.data.tokens.chat.labels import ChatOptions
+    from moelib.data.tokens.chat.template import find_template
+
+    path = flags.tokenizer or ""
+    folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
+    template = find_template(folder, flags.chat_template, tokenizer)
+    if template is None:
+        raise UsageError(
+            f"--format=chat: {folder} has no chat template; set --chat_template to chatml, llama3, "
+            "plain or a file of Jinja."
+        )
+    return ChatOptions(
+        template.source,
+        **template.tokens,
+        today=datetime.date.today().isoformat(),
+        max_length=flags.seq_len,
+        long="leave_out" if flags.leave_out_long else "cut",
+    )
 
 
 def _num_cores() -> int:
@@ -144,7 +181,8 @@ def source_for(flags: Flags, name: str) -> Any:
         data_set, _, split = name.removeprefix("tfds:").partition("@")
         cfg = TFDSSource.default_config().set(name=data_set, split=split or "train")
         return cfg.set(data_dir=flags.tfds_data_dir, text_field=flags.text_field)
-    return source_for_path(name, text_field=flags.text_field)
+    field = None if flags.format == "chat" else flags.text_field
+    return source_for_path(name, text_field=field)
 
 
 def read_splits(text: str) -> dict[str, float]:

@@ -18,7 +18,7 @@ from moelib.checkpoint.safetensors import TensorFolder, add_sums, write_tensors
 from moelib.core.errors import UserError
 from moelib.core.param import specs_by_path
 from moelib.core.tree import Nested
-from moelib.data.tokens.tokenizer import FILE_NAME, SETTINGS_FILE, Tokenizer
+from moelib.data.tokens.tokenizer import CHAT_TEMPLATE_FILE, FILE_NAME, SETTINGS_FILE, Tokenizer
 from moelib.huggingface.families import (
     NoFamilyError,
     NotTheModelError,
@@ -52,7 +52,7 @@ FILES = (  # Files of a Hugging Face folder next to the tensors.
     FILE_NAME,
     SETTINGS_FILE,
     "special_tokens_map.json",
-    "chat_template.jinja",
+    CHAT_TEMPLATE_FILE,
     GENERATION_FILE,
 )
 _TRAVEL = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")

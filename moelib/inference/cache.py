@@ -9,6 +9,7 @@ Letters: B batch, S tokens of a call, L tokens that the cache has room for, V vo
 
 import functools
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -40,14 +41,33 @@ def new_cache(model: CausalLM, params: Nested, batch_size: int, length: int) -> 
     return jax.tree.map(zeros, _specs(model, batch_size, length), is_leaf=is_spec)
 
 
-def grow_cache(model: CausalLM, cache: Cache, batch_size: int, length: int) -> Cache:
-    """Returns the cache with room for `length` tokens of each sequence."""
+def arrange_caches(
+    model: CausalLM, caches: Sequence[Cache], length: int, rows: Int32[Array, "B"] | None = None
+) -> Cache:
+    """Returns a cache of some sequences of caches, with room for `length` tokens of each.
 
-    def pad(spec: ParameterSpec, x: Array) -> Array:
-        more = [(0, new - old) for old, new in zip(x.shape, spec.shape, strict=True)]
-        return constrain(jnp.pad(x, more), spec.axes)
+    Args:
+        model: The model of the caches.
+        caches: Caches with room for `length` tokens or fewer; one without `rows`.
+        length: Number of tokens that the new cache has room for.
+        rows: Index of each sequence in the joined sequences of the caches; None for all.
+    """
 
-    return jax.tree.map(pad, _specs(model, batch_size, length), cache, is_leaf=is_spec)
+    def arranged(spec: ParameterSpec, *parts: Array) -> Array:
+        batch = spec.axes.index("batch")
+
+        def grown(x: Array) -> Array:
+            sizes = zip(x.shape, spec.shape, strict=True)
+            more = [(0, 0 if i == batch else new - old) for i, (old, new) in enumerate(sizes)]
+            return jnp.pad(x, more)
+
+        if rows is None:
+            (x,) = map(grown, parts)
+        else:
+            x = jnp.take(jnp.concatenate([*map(grown, parts)], batch), rows, batch)
+        return constrain(x, spec.axes)
+
+    return jax.tree.map(arranged, _specs(model, 1, length), *caches, is_leaf=is_spec)
 
 
 def next_logits(

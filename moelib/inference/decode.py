@@ -19,20 +19,20 @@ from jaxtyping import Array, Bool, Float32, Int32, Key, UInt32
 
 from moelib.core.errors import UserError
 from moelib.core.tree import Nested
-from moelib.inference.cache import Cache, grow_cache, new_cache, next_logits
+from moelib.inference.cache import Cache, arrange_caches, new_cache, next_logits
 from moelib.inference.sampling import Sampling, sample
 from moelib.models.causal_lm import CausalLM
 from moelib.parallel import sharding
 
 _MIN_PROMPT = 16  # Minimum padded length of prompts.
-_MIN_CACHE = 256  # Minimum length of a cache, if as many tokens may be needed.
+MIN_CACHE = 256  # Minimum length of a cache, if as many tokens may be needed.
 
 # XLA:CPU multiplies a bfloat16 matrix by one vector 5 times slower than by two (17.6 M parameters:
 # 40 and 8 ms of CPU time per token).
 _MIN_BATCH_CPU = 2
 
 NO_TOKEN = -1  # Token of a sequence that has ended.
-_NOT_FINITE = -2  # Token of a sequence whose logits are not finite; callers get an error.
+NOT_FINITE = -2  # Token of a sequence whose logits are not finite; callers get an error.
 
 
 class Prompt(NamedTuple):
@@ -52,7 +52,7 @@ class Decoding(NamedTuple):
     vocab_size: Int32[Array, ""]  # Ids from here on are padding of the vocabulary.
 
 
-class _State(NamedTuple):
+class DecodeState(NamedTuple):
     """The arrays carried from step to step. Sequences that have ended keep theirs."""
 
     cache: Cache
@@ -62,7 +62,7 @@ class _State(NamedTuple):
     limit: Int32[Array, "B"]
     seed: UInt32[Array, "B"]
     number: UInt32[Array, "B"]
-    num_generated: Int32[Array, ""]
+    num_generated: Int32[Array, "B"]
     seen: Bool[Array, "B V"] | None  # Tokens of the sequence, if repetition is penalized.
 
 
@@ -85,19 +85,19 @@ def decode(
     longest, steps = max(len(p.ids) for p in prompts), max(p.limit for p in prompts)
     low_precision = params["embedding"]["weight"].dtype != jnp.float32
     least = _MIN_BATCH_CPU if low_precision and jax.default_backend() == "cpu" else 1
-    ids, state = _padded(prompts, max(batch_size or 0, len(prompts), least), longest)
-    room = _padded_length(min(max(longest + 1, _MIN_CACHE), longest + steps))
-    state, token = _begin(model, params, ids, state, decoding, room)
+    ids, state = padded(prompts, max(batch_size or 0, len(prompts), least), longest)
+    room = padded_length(min(max(longest + 1, MIN_CACHE), longest + steps))
+    state, token = begin(model, params, ids, state, decoding, room)
     for step in range(steps):
         ready = token
         if step + 1 < steps:
             if longest + step >= room:  # The position of the token that is ready.
                 room *= 2
-                state = state._replace(cache=_grow(model, state.cache, len(ids), room))
-            with _unsplit_sequences():
-                state, token = _advance(model, params, state, decoding)
+                state = arrange(model, [state], room)
+            with unsplit_sequences():
+                state, token = advance(model, params, state, decoding)
         tokens = np.asarray(ready)[: len(prompts)]
-        if np.any(tokens == _NOT_FINITE):
+        if np.any(tokens == NOT_FINITE):
             raise UserError(
                 f"The logits of generated token {step + 1} are not finite: the parameters are "
                 "not finite, or exceed the range of their dtype; set another checkpoint or dtype."
@@ -105,34 +105,34 @@ def decode(
         yield tokens
 
 
-def _padded_length(num_tokens: int) -> int:
+def padded_length(num_tokens: int) -> int:
     """Returns the power of two, padded for the mesh, that holds so many tokens."""
     return sharding.padded_batch(1, max(_MIN_PROMPT, 1 << (num_tokens - 1).bit_length()))[1]
 
 
-def _unsplit_sequences() -> contextlib.AbstractContextManager[Any]:
+def unsplit_sequences() -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which sequences, of one token, are not split."""
     if sharding.current_mesh() is None:
         return contextlib.nullcontext()
     return sharding.sharding_rules({"sequence": (), "residual_sequence": ()})
 
 
-def _padded(
+def padded(
     prompts: Sequence[Prompt], batch_size: int, longest: int
-) -> tuple[Int32[Array, "B S"], _State]:
+) -> tuple[Int32[Array, "B S"], DecodeState]:
     """Returns the ids of the prompts, padded on the right, and the state before they are read.
 
     Sequences that fill up the batch are inactive.
     """
     batch_size, _ = sharding.padded_batch(batch_size, 1)
-    ids = np.zeros((batch_size, _padded_length(longest)), np.int32)
+    ids = np.zeros((batch_size, padded_length(longest)), np.int32)
     num_ids, limit = np.zeros((2, batch_size), np.int32)
     seed, number = np.zeros((2, batch_size), np.uint32)
     for i, prompt in enumerate(prompts):
         num_ids[i], limit[i] = len(prompt.ids), prompt.limit
         seed[i], number[i] = prompt.seed % (1 << 32), prompt.number
         ids[i, : num_ids[i]] = prompt.ids
-    state = _State(
+    state = DecodeState(
         cache=None,
         token=jnp.asarray(num_ids),
         position=jnp.asarray(num_ids - 1),
@@ -140,21 +140,21 @@ def _padded(
         limit=jnp.asarray(limit),
         seed=jnp.asarray(seed),
         number=jnp.asarray(number),
-        num_generated=jnp.zeros((), jnp.int32),
+        num_generated=jnp.zeros(batch_size, jnp.int32),
         seen=None,
     )
     return jnp.asarray(ids), state
 
 
 @functools.partial(jax.jit, static_argnums=(0, 5))
-def _begin(
+def begin(
     model: CausalLM,
     params: Nested,
     ids: Int32[Array, "B S"],
-    state: _State,
+    state: DecodeState,
     decoding: Decoding,
     room: int,
-) -> tuple[_State, Array]:
+) -> tuple[DecodeState, Array]:
     """Returns the state with the prompts in the cache, and the first token of each sequence."""
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32)[None], ids.shape)
     mask = positions <= state.position[:, None]
@@ -168,9 +168,9 @@ def _begin(
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _advance(
-    model: CausalLM, params: Nested, state: _State, decoding: Decoding
-) -> tuple[_State, Array]:
+def advance(
+    model: CausalLM, params: Nested, state: DecodeState, decoding: Decoding
+) -> tuple[DecodeState, Array]:
     """Returns the state with the newest tokens in the cache, and the next token of each."""
     one = state.token[:, None], state.position[:, None], state.active[:, None]
     logits, cache = next_logits(model, params, state.cache, *one)
@@ -178,8 +178,8 @@ def _advance(
 
 
 def _with_next(
-    state: _State, logits: Float32[Array, "B V"], decoding: Decoding
-) -> tuple[_State, Int32[Array, "B"]]:
+    state: DecodeState, logits: Float32[Array, "B V"], decoding: Decoding
+) -> tuple[DecodeState, Int32[Array, "B"]]:
     """Returns the state with the next tokens, and these tokens, NO_TOKEN after an end."""
     known = jnp.arange(logits.shape[1], dtype=jnp.int32) < decoding.vocab_size
     logits = jnp.where(known[None], logits, -jnp.inf)
@@ -188,7 +188,7 @@ def _with_next(
     token = sample(logits, _keys(state), state.seen, decoding.sampling)
     stops = jnp.any(token[:, None] == decoding.stop_ids[None], axis=1)
     shown = jnp.where(state.active & ~stops, token, NO_TOKEN)
-    shown = jnp.where(state.active & ~finite, _NOT_FINITE, shown)
+    shown = jnp.where(state.active & ~finite, NOT_FINITE, shown)
     num_generated = state.num_generated + 1
     active = state.active & ~stops & (num_generated < state.limit)
     seen = state.seen
@@ -206,10 +206,10 @@ def _with_next(
     return small._replace(cache=state.cache), _replicated(shown)
 
 
-def _keys(state: _State) -> Key[Array, "B"]:
+def _keys(state: DecodeState) -> Key[Array, "B"]:
     """Returns the key of each sequence's next draw."""
     keys = jax.vmap(jax.random.key)(state.seed)
-    for number in (state.number, jnp.broadcast_to(state.num_generated, state.number.shape)):
+    for number in (state.number, state.num_generated):
         keys = jax.vmap(jax.random.fold_in)(keys, number)
     return keys
 
@@ -218,4 +218,23 @@ def _replicated(x: Array) -> Array:
     return sharding.constrain(x, (None,) * x.ndim)
 
 
-_grow = jax.jit(grow_cache, static_argnums=(0, 2, 3))
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def arrange(
+    model: CausalLM, states: Sequence[DecodeState], room: int, rows: Int32[Array, "B"] | None = None
+) -> DecodeState:
+    """Returns the state of some sequences of states, with room for so many tokens of each.
+
+    Args:
+        model: The model.
+        states: States of any numbers of sequences; one without `rows`.
+        room: Number of tokens that the cache has room for, no less than that of the states.
+        rows: Index of each sequence in the joined sequences of the states, -1 for one that is
+            inactive; None for all.
+    """
+    index = None if rows is None else jnp.maximum(rows, 0)
+    cache = arrange_caches(model, [state.cache for state in states], room, index)
+    if rows is None:
+        return states[0]._replace(cache=cache)
+    small = [state._replace(cache=None) for state in states]
+    joined = jax.tree.map(lambda *x: _replicated(jnp.concatenate(x)[index]), *small)
+    return joined._replace(cache=cache, active=joined.active & (rows >= 0))

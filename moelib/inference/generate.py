@@ -228,10 +228,10 @@ def generate_tokens(
         raise UserError(
             f"seeds has {len(seeds)} numbers for {len(prompts)} prompts; set one per prompt."
         )
-    vocab_size = _vocab_size(model, settings)
+    vocab_size = drawn_vocab_size(model, settings)
     draws = [(settings.seed, i) if seeds is None else (seeds[i], 0) for i in range(len(prompts))]
     begun = [
-        Prompt(ids, _limit(i, ids, settings, vocab_size), *draws[i])
+        Prompt(ids, limit_of(i, ids, settings, vocab_size), *draws[i])
         for i, ids in enumerate(prompts)
     ]
     decoding = Decoding(
@@ -266,7 +266,7 @@ def _generate_batches(
         yield from texts
 
 
-def _vocab_size(model: CausalLM, settings: Settings) -> int:
+def drawn_vocab_size(model: CausalLM, settings: Settings) -> int:
     """Returns the number of tokens to draw from."""
     wanted, available = settings.vocab_size, model.config.vocab_size
     if wanted is not None and not 1 <= wanted <= available:
@@ -277,7 +277,7 @@ def _vocab_size(model: CausalLM, settings: Settings) -> int:
     return available if wanted is None else wanted
 
 
-def _limit(index: int, ids: Sequence[int], settings: Settings, vocab_size: int) -> int:
+def limit_of(index: int, ids: Sequence[int], settings: Settings, vocab_size: int) -> int:
     """Returns the maximum number of tokens after a prompt. Raises PromptError."""
     if not len(ids):
         raise PromptError(index, "it has no tokens; write at least one character.")

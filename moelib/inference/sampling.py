@@ -1,7 +1,7 @@
 """Selection of the next token from its logits.
 
 Excluded tokens have the logit -inf. The filters keep all tokens that are as likely as the least
-likely one they must keep.
+likely one they must keep. Settings are numbers for all sequences, or arrays of one per sequence.
 
 Letters: B batch, V vocabulary.
 """
@@ -17,12 +17,12 @@ from jaxtyping import Array, Bool, Float32, Int32, Key
 class Sampling(NamedTuple):
     """The steps that select a token, in the order of their application; None skips a step."""
 
-    repetition_penalty: Float32[Array, ""] | None = None  # See `penalize_repetition`.
-    # Divisor of the logits; None selects the most likely token and skips the rest.
-    temperature: Float32[Array, ""] | None = None
-    top_k: Int32[Array, ""] | None = None  # See `keep_top_k`.
-    top_p: Float32[Array, ""] | None = None  # See `keep_top_p`.
-    min_p: Float32[Array, ""] | None = None  # See `keep_min_p`.
+    repetition_penalty: Float32[Array, "*B"] | None = None  # See `penalize_repetition`.
+    # Divisor of the logits; None, or 0 for a sequence, selects the most likely token.
+    temperature: Float32[Array, "*B"] | None = None
+    top_k: Int32[Array, "*B"] | None = None  # See `keep_top_k`.
+    top_p: Float32[Array, "*B"] | None = None  # See `keep_top_p`.
+    min_p: Float32[Array, "*B"] | None = None  # See `keep_min_p`.
 
 
 def sample(
@@ -38,29 +38,37 @@ def sample(
     if sampling.repetition_penalty is not None:
         assert seen is not None
         logits = penalize_repetition(logits, seen, sampling.repetition_penalty)
+    best = _most_likely(logits)
     if sampling.temperature is None:
-        return _most_likely(logits)
-    logits = logits / sampling.temperature
+        return best
+    is_drawn = sampling.temperature > 0
+    logits = logits / _column(jnp.where(is_drawn, sampling.temperature, 1.0))
     if sampling.top_k is not None:
         logits = keep_top_k(logits, sampling.top_k)
     if sampling.top_p is not None:
         logits = keep_top_p(logits, sampling.top_p)
     if sampling.min_p is not None:
         logits = keep_min_p(logits, sampling.min_p)
-    return draw(logits, keys)
+    return jnp.where(is_drawn, draw(logits, keys), best)
+
+
+def _column(x: Array) -> Array:
+    """Returns a number, or numbers of sequences as a column."""
+    return x[:, None] if x.ndim else x
 
 
 def penalize_repetition(
-    logits: Float32[Array, "B V"], seen: Bool[Array, "B V"], penalty: Float32[Array, ""]
+    logits: Float32[Array, "B V"], seen: Bool[Array, "B V"], penalty: Float32[Array, "*B"]
 ) -> Float32[Array, "B V"]:
     """Divides the positive logits of seen tokens by the penalty, and multiplies negative ones.
 
     Source: CTRL, arXiv:1909.05858, section 4.1; negative logits as in Hugging Face transformers.
     """
+    penalty = _column(penalty)
     return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
-def keep_top_k(logits: Float32[Array, "B V"], k: Int32[Array, ""]) -> Float32[Array, "B V"]:
+def keep_top_k(logits: Float32[Array, "B V"], k: Int32[Array, "*B"]) -> Float32[Array, "B V"]:
     """Keeps the k most likely tokens; all of them if k is V or more.
 
     Source: Fan et al., arXiv:1805.04833, section 5.4.
@@ -69,7 +77,7 @@ def keep_top_k(logits: Float32[Array, "B V"], k: Int32[Array, ""]) -> Float32[Ar
     return _cut(logits, lambda kept: jnp.sum(kept, axis=-1) >= k)
 
 
-def keep_top_p(logits: Float32[Array, "B V"], p: Float32[Array, ""]) -> Float32[Array, "B V"]:
+def keep_top_p(logits: Float32[Array, "B V"], p: Float32[Array, "*B"]) -> Float32[Array, "B V"]:
     """Keeps the fewest most likely tokens whose total probability is at least p.
 
     Source: Holtzman et al., arXiv:1904.09751, section 3.1.
@@ -78,12 +86,12 @@ def keep_top_p(logits: Float32[Array, "B V"], p: Float32[Array, ""]) -> Float32[
     return _cut(logits, lambda kept: jnp.sum(jnp.where(kept, probs, 0.0), axis=-1) >= p)
 
 
-def keep_min_p(logits: Float32[Array, "B V"], p: Float32[Array, ""]) -> Float32[Array, "B V"]:
+def keep_min_p(logits: Float32[Array, "B V"], p: Float32[Array, "*B"]) -> Float32[Array, "B V"]:
     """Keeps tokens that are at least p times as likely as the most likely one.
 
     Source: Nguyen et al., arXiv:2407.01082, section 3.
     """
-    threshold = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(p)
+    threshold = jnp.max(logits, axis=-1, keepdims=True) + _column(jnp.log(p))
     return jnp.where(logits >= threshold, logits, -jnp.inf)
 
 

@@ -24,6 +24,7 @@ from moelib.layers.feed_forward import FeedForward
 from moelib.layers.moe.balance import add_pooled_balance_loss, balance_pool
 from moelib.layers.norm import BaseNorm, RMSNorm
 from moelib.layers.remat import names_checked_together
+from moelib.layers.tracing import HIDDEN, trace
 from moelib.parallel.sharding import constrain
 
 _MAX_LAYERS = 10_000  # Far above any model; far more would be built for hours.
@@ -107,6 +108,7 @@ class TransformerLayer(BaseLayer):
         if self.config.feed_forward is not None:
             y = self.feed_forward(self._normalized("feed_forward_norm", x), mask)
             x = constrain(x + self._to_residual("feed_forward_output_norm", y), stream)
+        trace(self, HIDDEN, lambda: x)
         return x
 
     def _normalized(self, norm: str, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:

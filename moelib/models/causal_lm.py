@@ -164,6 +164,11 @@ class CausalLM(StackedModel):
         return self.head(hidden)[:, 0]
 
     @in_context
+    def logits_of_stream(self, x: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
+        """Returns the logits of the next token, as if x were the output of the decoder."""
+        return self.head(self.output_norm(x))
+
+    @in_context
     def head(self, hidden: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
         """Returns the logits of the next token, given the output of `hidden`."""
         hidden = self._divided(hidden)

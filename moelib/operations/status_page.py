@@ -5,38 +5,31 @@ Requests name a run and a file, which are looked up among those that may be show
 request is opened.
 """
 
-import base64
 import contextlib
 import functools
-import hashlib
 import importlib.resources
-import ipaddress
 import json
 import logging
 import os
 import re
-import socket
-import sys
 import threading
 import time
 import urllib.parse
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from moelib.checkpoint.contents import list_checkpoints
-from moelib.core.errors import UserError
 from moelib.operations.curves import RunMetrics
 from moelib.operations.runs import VALIDATION, describe_run, find_runs, runs_table, seconds_left
 from moelib.runs.folder import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, RunFolder
 from moelib.runs.metrics_file import MetricsReader
 from moelib.runtime import storage
+from moelib.runtime.http_server import Handler, Server, page_policy
 from moelib.runtime.progress import format_seconds
 from moelib.train.report import EXPERT_HEALTH
 
 logger = logging.getLogger(__name__)
 
-_LOOPBACK = "127.0.0.1", "::1"
 # Files of a run that are shown; logs are those of `moelib launch`.
 _FILES = re.compile(
     rf"{re.escape(CONFIG_FILE)}|{METRICS_FILE}|{EVENTS_FILE}"
@@ -68,30 +61,18 @@ _TILES = (  # (title, metric, format)
 _SECONDS_PER_READ = 0.1  # Of a request, which shares the interpreter with training.
 _MAX_VIEWS = 8  # Runs whose curves are in memory.
 _NUM_EVENTS = 30
-_SECONDS_TO_END = 0.1
 
 
-class StatusServer(ThreadingHTTPServer):
+class StatusServer(Server):
     """Serves the page of a folder of runs, or of one run, from threads of this process."""
-
-    daemon_threads = True
 
     def __init__(self, folder: str, port: int, host: str | None) -> None:
         """Binds the port. Arguments are those of `status_page`."""
-        self.folder, self.host = folder, host or _LOOPBACK[0]
-        self.address_family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        self.folder = folder
         self._views: dict[str, RunMetrics] = {}
         self._listed: dict[str, RunMetrics] = {}
         self._lock, self._list_lock = threading.Lock(), threading.Lock()
-        super().__init__((self.host, port), _Handler)
-        name = f"[{self.host}]" if ":" in self.host else self.host
-        self.url = f"http://{name}:{self.server_address[1]}"
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Logs an error of a request, unless the browser has gone away."""
-        del request, client_address
-        if not isinstance(error := sys.exception(), OSError):
-            logger.warning("A request for the status page failed: %r.", error)
+        super().__init__("the status page", _Handler, port, host)
 
     def runs(self) -> dict[str, str]:
         """Returns {name: folder} of the runs; the folder itself if there is none yet.
@@ -207,39 +188,32 @@ def files_of(directory: str) -> list[str]:
 
 @functools.cache
 def _page() -> tuple[bytes, str]:
-    """Returns the page, and a policy by which a browser runs its own script and style only."""
-    text = importlib.resources.files("moelib.operations").joinpath("status_page.html").read_bytes()
-    hashes = {}
-    for tag in (b"script", b"style"):
-        content = text.split(b"<%s>" % tag)[1].split(b"</%s>" % tag)[0]
-        digest = base64.b64encode(hashlib.sha256(content).digest()).decode()
-        hashes[tag] = f"'sha256-{digest}'"
-    return text, (
-        f"default-src 'none'; script-src {hashes[b'script']}; style-src {hashes[b'style']}; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
+    """Returns the page and its policy."""
+    page = importlib.resources.files("moelib.operations").joinpath("status_page.html").read_bytes()
+    return page, page_policy(page)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     """Answers GET and HEAD."""
 
-    server: Any  # A StatusServer.
-    server_version, sys_version = "moelib", ""
-    timeout = 30.0  # Seconds that a client may take to send its request.
+    @property
+    def policy(self) -> str:  # pyrefly: ignore[bad-override]
+        """The policy of the page."""
+        return _page()[1]
 
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802
         """Sends the page, JSON or a file."""
         path, _, text = self.path.partition("?")
         query = dict(urllib.parse.parse_qsl(text))
         name, file = query.get("run", "."), query.get("name", "")
-        if not self._is_own_host():
+        if not self.is_own_host():
             self.send_error(403, "The Host header names another site")
         elif path == "/":
-            self._send(_page()[0], "text/html; charset=utf-8")
+            self.send(_page()[0], "text/html; charset=utf-8")
         elif path == "/runs.json":
-            self._send(json.dumps(self.server.overview()).encode(), "application/json")
+            self.send(json.dumps(self.server.overview()).encode(), "application/json")
         elif path == "/run.json" and (found := self.server.view(name)) is not None:
-            self._send(json.dumps(found).encode(), "application/json")
+            self.send(json.dumps(found).encode(), "application/json")
         elif path == "/file" and file in files_of(folder := self.server.runs().get(name, "")):
             self._send_file(os.path.join(folder, file))
         else:
@@ -247,54 +221,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET  # noqa: N815
 
-    def _is_own_host(self) -> bool:
-        """Returns whether the request is for this server, not for a name that was bound to it.
-
-        A page of another site, whose name an attacker lets point here, could read answers.
-        """
-        with contextlib.suppress(ValueError):
-            host = urllib.parse.urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
-            if host == "localhost":
-                return True
-            names = self.server.host, self.server.server_name, socket.gethostname()
-            if self.server.host not in _LOOPBACK and host in map(str.lower, names):
-                return True
-            return bool(ipaddress.ip_address(host))
-        return False
-
-    def _send(self, content: bytes, kind: str) -> None:
-        self._begin(len(content), kind)
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
     def _send_file(self, path: str) -> None:
         """Sends a text file up to its present end; it may grow meanwhile."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         with open(path, "rb", opener=lambda path, _: os.open(path, flags)) as file:
             size = os.fstat(file.fileno()).st_size
-            self._begin(size, "text/plain; charset=utf-8")
+            self.begin("text/plain; charset=utf-8", **{"Content-Length": str(size)})
             if self.command != "HEAD" and size:
                 self.wfile.flush()
                 self.connection.sendfile(file, count=size)
-
-    def _begin(self, size: int, kind: str) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(size))
-        self.end_headers()
-
-    def end_headers(self) -> None:
-        """Adds the headers of every answer."""
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.send_header("Content-Security-Policy", _page()[1])
-        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
-        self.send_header("Referrer-Policy", "no-referrer")
-        self.send_header("Cache-Control", "no-store")
-        super().end_headers()
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Logs a request for debugging only."""
-        logger.debug(format, *args)
 
 
 @contextlib.contextmanager
@@ -312,23 +247,12 @@ def status_page(folder: str, port: int, host: str | None = None) -> Iterator[str
     """
     storage.require_local("the folder of the status page", folder, "see TensorBoard otherwise")
     folder = os.path.abspath(folder)
-    try:
-        server = StatusServer(folder, port, host)
-    except (OSError, OverflowError) as error:
-        raise UserError(
-            f"port {port} of {host or _LOOPBACK[0]} cannot be used for the status page "
-            f"({error}); set another port, or 0 for any free one."
-        ) from error
-    with server:
-        if server.host not in (*_LOOPBACK, "localhost"):
-            logger.warning(
-                "%s: the status page has no authentication, so that everyone who reaches this "
-                "address can read config, metrics and logs of the runs below %s.",
-                *(server.url, folder),
-            )
-        arguments = {"name": "status page", "args": (_SECONDS_TO_END,), "daemon": True}
-        threading.Thread(target=server.serve_forever, **arguments).start()
-        try:
-            yield server.url
-        finally:
-            server.shutdown()
+    server = StatusServer(folder, port, host)
+    if not server.is_local:
+        logger.warning(
+            "%s: the status page has no authentication, so that everyone who reaches this "
+            "address can read config, metrics and logs of the runs below %s.",
+            *(server.url, folder),
+        )
+    with server.running() as url:
+        yield url

@@ -9,7 +9,7 @@ import pytest
 
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.param import ParameterSpec
-from moelib.inference.cache import grow_cache, new_cache, next_logits
+from moelib.inference.cache import arrange_caches, new_cache, next_logits
 from moelib.inference.unstack import unstacked
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.base import BaseLayer
@@ -32,7 +32,7 @@ def by_token(model, params, *, room=32, grow_to=None):
     mask = index < LENGTHS[:, None]
     first, cache = next_logits(model, params, cache, jnp.asarray(IDS[:, :width]), index, mask)
     if grow_to is not None:
-        cache = grow_cache(model, cache, 3, grow_to)
+        cache = arrange_caches(model, [cache], grow_to)
 
     def step(cache, token):
         ids, position = (x[:, None] for x in token)

@@ -70,7 +70,7 @@ def assert_likeliest(model, prompts, texts):
 
 
 def test_greedy_texts_are_the_most_likely_tokens_while_caches_grow(monkeypatch):
-    monkeypatch.setattr(decode, "_MIN_CACHE", 8)  # From 16 to 32.
+    monkeypatch.setattr(decode, "MIN_CACHE", 8)  # From 16 to 32.
     moe = tiny.moe(dispatcher=DenseDispatcher.default_config())
     stack = decoder(layer(moe, window=3), first_layers=[layer(sinks=True)])
     model = with_parameters(tiny.model_config(stack))
@@ -226,7 +226,7 @@ def test_a_mesh_that_splits_sequences_gives_the_texts_of_one_device(
 )
 def test_prompts_are_padded_to_what_the_mesh_divides(axes, want):
     with jax.set_mesh(tiny.mesh(**axes)):
-        assert decode._padded([decode.Prompt([1], 1, 0)], 1, 1)[0].shape == (1, want)
+        assert decode.padded([decode.Prompt([1], 1, 0)], 1, 1)[0].shape == (1, want)
 
 
 def test_unstacked_parameters_stay_sharded():
@@ -333,7 +333,7 @@ def test_a_top_k_beyond_every_vocabulary_keeps_all():
 
 def test_few_programs_are_compiled(model):
     """Prompts of many lengths and many settings share their programs."""
-    sizes = lambda: (decode._begin._cache_size(), decode._advance._cache_size())
+    sizes = lambda: (decode.begin._cache_size(), decode.advance._cache_size())
     many(model, **DRAWN)
     before = sizes()
     for i in range(1, 4):

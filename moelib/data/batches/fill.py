@@ -63,6 +63,11 @@ def fill_pieces(
     segments[:] = np.repeat(segment.astype(np.int32), length)
     np.subtract(_count(T), np.repeat(origin.astype(np.int32), length), out=positions)
     sizes = source.token_num_bytes.take(targets, mode="clip")  # Faster; ids are checked.
+    if source.label_bounds is not None:
+        at = np.repeat(pieces.start - before, length) + np.arange(1, T + 1)  # Of the targets.
+        at[before + length - 1] = pieces.next_token
+        is_label = np.searchsorted(source.label_bounds, at, side="right") % 2 == 1
+        targets[~is_label], sizes = -1, sizes * is_label
     batch["target_num_bytes"][rows] = np.add.reduceat(sizes, row_begin)
     if in_place:
         return

@@ -10,6 +10,7 @@ Letters: B sequences of a batch, S sequence length, R sequences of an epoch.
 import collections
 import enum
 import functools
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,6 +43,8 @@ from moelib.data.tokens.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from moelib.core.tree import Batch
+
+logger = logging.getLogger(__name__)
 
 _Ints = npt.NDArray[np.int64]
 
@@ -290,12 +293,36 @@ class LMInputIterator(BatchIterator):
         self.step = position
 
 
+def _check_undivided(source: TokenSource, cfg: LMInput.Config) -> None:
+    """Raises UserError if conversations may be divided, or see each other."""
+    if cfg.document_boundary is DocumentBoundary.CONTINUE:
+        raise UserError(
+            f"document_boundary=CONTINUE: the conversations of {source.name} would see each other; "
+            "set it to RESET."
+        )
+    if cfg.packing is not Packing.BEST_FIT:
+        raise UserError(
+            f"packing={cfg.packing.name}: the conversations of {source.name} would be divided; set "
+            "it to BEST_FIT."
+        )
+    if (num_long := int(np.sum(source.lengths > cfg.seq_len + 1))) and (
+        cfg.long_documents is LongDocuments.SPLIT
+    ):
+        logger.warning(
+            "%d of %d conversations of %s are longer than seq_len=%d, and divided; prepare them "
+            "with --seq_len=%d, or set long_documents to ERROR.",
+            *(num_long, source.num_documents, source.name, cfg.seq_len, cfg.seq_len),
+        )
+
+
 class _PackedSource:
     """The sequences of one token source, epoch after epoch."""
 
     def __init__(self, source: TokenSource, cfg: LMInput.Config) -> None:
         self.source = source
         self._cfg = cfg
+        if source.label_bounds is not None:
+            _check_undivided(source, cfg)
         if cfg.long_documents is LongDocuments.ERROR:
             check_long_documents(source, cfg.seq_len)
         self._plan = functools.lru_cache(maxsize=2)(self._make_plan)

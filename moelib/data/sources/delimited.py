@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import io
+import json
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -24,7 +25,7 @@ class DelimitedPart:
     """All rows of a file: a row may have several lines, so that no line tells where one begins."""
 
     file: FileStamp
-    column: str
+    column: str | None  # None: all, as a JSON object.
     delimiter: str
 
     @property
@@ -46,15 +47,15 @@ class DelimitedPart:
             rows = csv.reader(lines, delimiter=self.delimiter, strict=True)
             try:
                 header = next(rows, [])
-                if header.count(self.column) != 1:
+                if self.column is not None and header.count(self.column) != 1:
                     raise UserError(
                         f"{path}: {header.count(self.column)} columns are named {self.column!r} in "
                         f"its first row, {header!s:.200}; set column (--text_field) to one."
                     )
-                index = header.index(self.column)
+                index = None if self.column is None else header.index(self.column)
                 for row in filter(None, rows):  # Blank lines are no rows.
                     if len(row) == len(header):
-                        yield row[index]
+                        yield _json(header, row) if index is None else row[index]
                         continue
                     error = BadRecordError(
                         f"{path}:{rows.line_num}: {len(row)} fields, and the header has "
@@ -79,7 +80,8 @@ class Delimited(Source):
     @config_class
     class Config(Source.Config):
         paths: Sequence[str] = REQUIRED  # Files, folders or glob patterns.
-        column: str = "text"  # The column that holds the document.
+        # The column that holds the document; None: the row, as a JSON object, is the document.
+        column: str | None = "text"
 
     def parts(self) -> Sequence[Part]:
         """Returns the files; a large corpus should have many."""
@@ -87,6 +89,10 @@ class Delimited(Source):
             DelimitedPart(file, self.config.column, _delimiter(file.path))
             for file in find_files(self.config.paths, ENDINGS)
         ]
+
+
+def _json(header: Sequence[str], row: Sequence[str]) -> str:
+    return json.dumps(dict(zip(header, row, strict=True)), ensure_ascii=False)
 
 
 def _delimiter(path: str) -> str:

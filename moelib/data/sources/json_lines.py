@@ -25,7 +25,7 @@ class JsonLinesPart:
     """The lines that begin in a range of bytes of a file, or all lines of a compressed file."""
 
     file: FileStamp
-    text_field: str
+    text_field: str | None  # None: the whole line.
     start: int = 0
     end: int | None = None  # None: the end of the file.
 
@@ -80,9 +80,14 @@ class JsonLinesPart:
         return count
 
 
-def text_of(line: bytes, field: str) -> str:
-    """Returns the text field of a line of JSON. Raises BadRecordError if there is none."""
+def text_of(line: bytes, field: str | None) -> str:
+    """Returns the text field of a line of JSON, or the line. Raises BadRecordError."""
     line = line.strip()
+    if field is None:
+        try:
+            return line.decode()
+        except UnicodeDecodeError as error:
+            raise BadRecordError(f"not UTF-8: {error}") from None
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -136,7 +141,8 @@ class JsonLines(Source):
     @config_class
     class Config(Source.Config):
         paths: Sequence[str] = REQUIRED  # Files, folders or glob patterns.
-        text_field: str = "text"  # The field of a line that holds the document.
+        # The field of a line that holds the document; None: the line itself is the document.
+        text_field: str | None = "text"
 
     def parts(self) -> Sequence[Part]:
         """Returns compressed files whole and plain files in ranges of bytes."""

@@ -14,13 +14,14 @@ from moelib.data.sources.tables import ARROW, PARQUET, Tables
 _JSON_OF_DATASETS = ("dataset_dict.json", "dataset_info.json", "state.json")
 
 
-def source_for_path(path: str, *, text_field: str = "text") -> Source.Config:
+def source_for_path(path: str, *, text_field: str | None = "text") -> Source.Config:
     """Returns the config of a source for a path, chosen by the names of the files there.
 
     Args:
         path: A file, a pattern, or a folder with files of one kind: JSON lines, CSV or TSV,
             Parquet, Arrow (a `Dataset` saved by `datasets`) or text.
-        text_field: The field or column of a record that holds the document.
+        text_field: The field or column of a record that holds the document; None for the record, as
+            a JSON object.
 
     Raises:
         MissingFileError: If there is no file of a known kind.

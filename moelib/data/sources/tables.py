@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ class TablePart:
     """Some row groups of a Parquet file, or record batches of an Arrow file."""
 
     file: FileStamp
-    column: str
+    column: str | None  # None: all, as a JSON object.
     groups: tuple[int, ...]  # Ascending, without a gap.
     first_row: int
     num_bytes: int
@@ -37,6 +38,8 @@ class TablePart:
         """Yields the values of the column; a value that is not text is a bad record."""
         with _named_errors(self.file.path):
             for row, text in enumerate(self._values(), self.first_row + 1):
+                if isinstance(text, dict):
+                    text = json.dumps(text, ensure_ascii=False, default=str)
                 if isinstance(text, str):
                     yield text
                     continue
@@ -56,22 +59,23 @@ class TablePart:
                 try:
                     yield from some.to_pylist()
                 except UnicodeDecodeError:
-                    yield from map(_value, some)
+                    yield from (_value(some.slice(i, 1)) for i in range(len(some)))
 
     def _columns(self) -> Iterator[Any]:
-        """Yields the column's values as Arrow arrays."""
+        """Yields the column's values as Arrow arrays, or rows as record batches."""
         from pyarrow import parquet
 
         path = self.file.path
         if not _is_parquet(path):
             for index, batch in enumerate(_record_batches(path)):
                 if self.groups[0] <= index <= self.groups[-1]:
-                    yield batch.column(self.column)
+                    yield batch if self.column is None else batch.column(self.column)
                 self._check_size()
             return
         with parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES) as file:
-            for batch in file.iter_batches(_BATCH_ROWS, list(self.groups), [self.column]):
-                yield batch.column(0)
+            columns = None if self.column is None else [self.column]
+            for batch in file.iter_batches(_BATCH_ROWS, list(self.groups), columns):
+                yield batch if columns is None else batch.column(0)
 
     def _check_size(self) -> None:
         """Raises UserError if the file has become shorter: reading mapped memory is then fatal."""
@@ -82,9 +86,9 @@ class TablePart:
             )
 
 
-def _value(scalar: Any) -> object:
+def _value(one: Any) -> object:
     try:
-        return scalar.as_py()
+        return one.to_pylist()[0]
     except UnicodeDecodeError as error:
         return error
 
@@ -102,7 +106,7 @@ def _record_batches(path: str) -> Iterator[Any]:
         yield from stream
 
 
-def _contents(path: str, column: str) -> list[tuple[int, int]]:
+def _contents(path: str, column: str | None) -> list[tuple[int, int]]:
     """Returns (rows, bytes) of each group of a file. Raises UserError if it lacks the column."""
     from pyarrow import parquet
 
@@ -115,7 +119,7 @@ def _contents(path: str, column: str) -> list[tuple[int, int]]:
         batches = list(_record_batches(path))
         names = batches[0].schema.names if batches else [column]
         sizes = [(batch.num_rows, batch.nbytes) for batch in batches]
-    if column not in names:
+    if column is not None and column not in names:
         raise UserError(f"{path} has no column {column!r}; set column to one of {sorted(names)}.")
     return sizes
 
@@ -147,7 +151,8 @@ class Tables(Source):
     @config_class
     class Config(Source.Config):
         paths: Sequence[str] = REQUIRED  # Files, folders or glob patterns.
-        column: str = "text"  # The column that holds the document.
+        # The column that holds the document; None: the row, as a JSON object, is the document.
+        column: str | None = "text"
 
     def parts(self) -> Sequence[Part]:
         """Returns ranges of rows. Raises UserError if a file lacks the column or all lack rows."""

@@ -25,6 +25,7 @@ from moelib.core.errors import ExistingFileError, UserError
 from moelib.data.sources.files import STORE_MARK
 from moelib.data.sources.source import Part, Source, fingerprint
 from moelib.data.tokens import token_store
+from moelib.data.tokens.chat.labels import ChatOptions
 from moelib.data.tokens.prepare_part import (
     PARTS,
     PartOptions,
@@ -36,7 +37,7 @@ from moelib.data.tokens.prepare_part import (
 )
 from moelib.data.tokens.store_check import hash_blocks
 from moelib.data.tokens.token_store import StoreMeta, TokenStore
-from moelib.data.tokens.tokenizer import Tokenizer
+from moelib.data.tokens.tokenizer import CHAT_TEMPLATE_FILE, Tokenizer
 from moelib.runtime import storage
 from moelib.runtime.lock import LOCK_FILE, directory_lock
 from moelib.runtime.progress import format_bytes
@@ -125,6 +126,7 @@ def plan_store(
     append_eos: bool = True,
     prepend_bos: bool = False,
     skip_bad_records: bool = False,
+    chat: ChatOptions | None = None,
     splits: Mapping[str, float] | None = None,
     split_seed: int = 0,
 ) -> Preparation:
@@ -139,16 +141,21 @@ def plan_store(
     bos_token = tokenizer.bos_token if prepend_bos else None
     if prepend_bos and bos_token is None:
         raise UserError("prepend_bos=True: the tokenizer has no BOS; set its bos_token to one.")
+    if chat is not None and (append_eos or prepend_bos):
+        raise UserError(
+            "chat: the template writes BOS and ends; set append_eos and prepend_bos to False."
+        )
     parts = tuple(source.parts())
     plan = {
         "source": fingerprint(parts),
         "tokenizer": tokenizer.fingerprint,
         "append_eos": append_eos,
         "bos_token": bos_token or "",
+        "chat": None if chat is None else dataclasses.asdict(chat),
         "splits": splits,
         "split_seed": split_seed,
     }
-    options = PartOptions(append_eos, skip_bad_records, prepend_bos)
+    options = PartOptions(append_eos, skip_bad_records, prepend_bos, chat)
     of_tokenizer = tokenizer.eos_token, bos_token, tokenizer.fingerprint
     return Preparation(output_dir.rstrip("/"), parts, plan, options, of_tokenizer)
 
@@ -209,6 +216,9 @@ def write_plan(preparation: Preparation, tokenizer: Tokenizer, *, start_over: bo
         write_json(os.path.join(folder, STORE_MARK), preparation.plan)
         os.makedirs(os.path.join(folder, PARTS), exist_ok=True)
         tokenizer.save(folder)
+        if (chat := preparation.options.chat) is not None:
+            with storage.atomic_file(os.path.join(folder, CHAT_TEMPLATE_FILE)) as file:
+                file.write(chat.template)
 
 
 def _changed(folder: str, plan: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -303,7 +313,7 @@ def join_parts(preparation: Preparation, tokenizer: Tokenizer, accept_lossy: boo
     meta = _finish(folder, preparation.plan, tokenizer, results)
     os.rename(folder, output_dir)
     sync_folder(os.path.dirname(output_dir) or ".")
-    log(_report(output_dir, meta))
+    log(_report(output_dir, meta) + _report_of_chat(results))
 
 
 def _results(preparation: Preparation, tokenizer: Tokenizer) -> list[PartResult]:
@@ -343,8 +353,13 @@ def _finish(
         shutil.rmtree(folder)
         raise UserError(_nothing_found(results))
     arrays = {}
-    for name in (token_store.LENGTHS, token_store.NUM_BYTES):
+    is_chat = plan["chat"] is not None
+    names = (token_store.LENGTHS, token_store.NUM_BYTES, *[token_store.LABELS] * is_chat)
+    begins = np.cumsum([0, *(result.num_tokens for result in results)], dtype=np.uint64)
+    for name in names:
         of_parts = [np.load(part_file(folder, index, name)) for index in range(len(results))]
+        if name == token_store.LABELS:
+            of_parts = [x + begin for x, begin in zip(of_parts, begins[:-1], strict=True)]
         arrays[name] = np.concatenate(of_parts)
     arrays[token_store.TOKEN_NUM_BYTES] = tokenizer.token_num_bytes()
     hashes = {}
@@ -367,9 +382,12 @@ def _finish(
         split_seed=plan["split_seed"],
         append_eos=plan["append_eos"],
         bos_token=plan["bos_token"],
+        num_label_spans=len(arrays[token_store.LABELS]) // 2 if is_chat else None,
         tokenizer_hash=plan["tokenizer"],
         source_hash=plan["source"],
-        content_hash=token_store.content_hash([result.sha256 for result in results], lengths),
+        content_hash=token_store.content_hash(
+            [result.sha256 for result in results], lengths, arrays.get(token_store.LABELS)
+        ),
         block_hashes=hashes,
     )
     token_store.write_meta(folder, meta)
@@ -405,6 +423,22 @@ def _nothing_found(results: Sequence[PartResult]) -> str:
         f"The source has no text: {sum(r.num_empty for r in results)} empty documents, "
         f"{sum(r.num_bad_records for r in results)} bad records{first}; set paths to files with "
         "text."
+    )
+
+
+def _report_of_chat(results: Sequence[PartResult]) -> str:
+    """Returns what became of conversations; an empty text for a store of text."""
+    if not (num_labels := sum(result.num_labels for result in results)):
+        return ""
+    left_out = collections.Counter[str]()
+    for result in results:
+        left_out.update(result.left_out)
+    reasons = ", ".join(f"{reason}: {count:,}" for reason, count in left_out.most_common())
+    num_cut = sum(result.num_cut for result in results)
+    return (
+        f"\n  {num_labels:,} of the tokens are labels"
+        + (f"; {num_cut:,} conversations cut" if num_cut else "")
+        + (f"; {left_out.total():,} left out ({reasons})" if left_out else "")
     )
 
 

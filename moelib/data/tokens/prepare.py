@@ -12,6 +12,7 @@ from moelib.core.errors import UserError
 from moelib.data.sources.files import STORE_MARK, files_of
 from moelib.data.sources.source import BadRecords, Part, Source
 from moelib.data.tokens import token_store
+from moelib.data.tokens.chat.labels import ChatOptions
 from moelib.data.tokens.preparation import (
     Preparation,
     do_part,
@@ -42,6 +43,7 @@ def prepare(
     prepend_bos: bool = False,
     skip_bad_records: bool = False,
     accept_lossy_tokenizer: bool = False,
+    chat: ChatOptions | None = None,
     splits: Mapping[str, float] | None = None,
     split_seed: int = 0,
 ) -> TokenStore:
@@ -63,6 +65,8 @@ def prepare(
         skip_bad_records: Whether records without a document are counted rather than errors.
         accept_lossy_tokenizer: Whether the ids may lack more than 1 % of the text, such as unknown
             characters, or capitals that a normalizer replaces.
+        chat: Settings of conversations: the source gives records as JSON objects, the template
+            writes BOS and ends, and only answers are labels. None for text.
         splits: Fraction of documents in each split; all are in "train" if None.
         split_seed: Seed that assigns documents to splits.
 
@@ -84,6 +88,7 @@ def prepare(
         append_eos=append_eos,
         prepend_bos=prepend_bos,
         skip_bad_records=skip_bad_records,
+        chat=chat,
         splits=splits,
         split_seed=split_seed,
     )

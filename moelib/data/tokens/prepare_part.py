@@ -10,7 +10,7 @@ import itertools
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from moelib.core.errors import UserError
 from moelib.data.sources.files import check_unchanged, text_pieces
 from moelib.data.sources.source import BadRecordError, BadRecords, Part
 from moelib.data.tokens import token_store
+from moelib.data.tokens.chat.conversation import RecordError
+from moelib.data.tokens.chat.labels import ChatEncoder, ChatOptions, Example, bounds_of
 from moelib.data.tokens.store_check import hash_blocks
 from moelib.data.tokens.token_source import check_vocabulary
 from moelib.data.tokens.token_store import json_digest
@@ -44,6 +46,7 @@ class PartOptions:
     append_eos: bool
     skip_bad_records: bool
     prepend_bos: bool = False
+    chat: ChatOptions | None = None  # Of conversations; None for text.
 
 
 class PartResult(NamedTuple):
@@ -59,6 +62,10 @@ class PartResult(NamedTuple):
     sha256: str  # Of the tokens.
     block_hashes: Mapping[str, Sequence[str]]  # Of the part's files, by path in the store.
     lost_characters: Mapping[str, int]  # See `Tokenizer.lost_characters`.
+    num_labels: int = 0  # Tokens of conversations that are labels.
+    # Records without an example, by reason, and conversations that were cut.
+    left_out: Mapping[str, int] = {}
+    num_cut: int = 0
 
 
 def tokenize_part(
@@ -84,13 +91,18 @@ def tokenize_part(
     num_empty, digest = 0, hashlib.sha256()
     lost: collections.Counter[str] = collections.Counter()
     path = os.path.join(folder, token_store.tokens_file(index))
+    chat = None if options.chat is None else _Chat(options.chat, tokenizer, part.name, counter)
 
     with _named_errors(folder, part):
+        documents = part.documents(counter)
         with synced_file(path) as file:
-            for batch in _batches(_pieces(part.documents(counter), divided)):
+            for batch in _batches(_pieces(documents, divided) if chat is None else documents):
                 texts = list(filter(None, batch))
                 num_empty += len(batch) - len(texts)
-                encoded = tokenizer.encode_batch(texts)
+                if chat is None:
+                    encoded = tokenizer.encode_batch(texts)
+                else:
+                    texts, encoded = chat.encode(texts)
                 lost += tokenizer.lost_characters(texts, encoded)
                 ids = [begin + document + end for document in encoded]
                 lengths.extend(map(len, ids))
@@ -101,9 +113,15 @@ def tokenize_part(
                 file.write(written)
                 sizes.extend(len(text.encode()) for text in texts)
         check_unchanged(part)
-        for name, values in ((token_store.LENGTHS, lengths), (token_store.NUM_BYTES, sizes)):
+        arrays: dict[str, Any] = {
+            token_store.LENGTHS: np.array(lengths, np.uint32),
+            token_store.NUM_BYTES: np.array(sizes, np.uint32),
+        }
+        if chat is not None:
+            arrays[token_store.LABELS] = np.array(chat.bounds, np.uint64)
+        for name, values in arrays.items():
             with synced_file(part_file(folder, index, name)) as file:
-                np.save(file, np.array(values, np.uint32))
+                np.save(file, values)
         result = PartResult(
             num_tokens=sum(lengths),
             num_documents=len(lengths),
@@ -115,10 +133,51 @@ def tokenize_part(
             sha256=digest.hexdigest(),
             block_hashes=_block_hashes(folder, index),
             lost_characters=lost,
+            **({} if chat is None else chat.counts()),
         )
         found = result._asdict()
         write_json(part_file(folder, index, "json"), found | {"digest": json_digest(found)})
     return result
+
+
+class _Chat:
+    """The conversations of a part: their tokens, the bounds of their labels, and counts."""
+
+    def __init__(
+        self, options: ChatOptions, tokenizer: Tokenizer, name: str, counter: BadRecords | None
+    ) -> None:
+        self._encoder = ChatEncoder(options, tokenizer)
+        self._name, self._counter = name, counter
+        self.bounds = array.array("Q")
+        self._num_tokens = self._num_labels = self._num_cut = 0
+        self._left_out: collections.Counter[str] = collections.Counter()
+
+    def encode(self, records: Sequence[str]) -> tuple[list[str], list[list[int]]]:
+        """Returns the texts and the token ids of the examples of records."""
+        examples: list[Example] = []
+        for record in records:
+            try:
+                examples += self._encoder.examples(record)
+            except RecordError as error:
+                self._leave_out(record, error)
+        self.bounds.extend(bounds_of(examples, self._num_tokens))
+        self._num_tokens += sum(len(example.ids) for example in examples)
+        self._num_labels += sum(int(example.is_label.sum()) for example in examples)
+        self._num_cut += sum(example.was_cut for example in examples)
+        return [example.text for example in examples], [example.ids for example in examples]
+
+    def _leave_out(self, record: str, error: RecordError) -> None:
+        self._left_out[error.reason] += 1
+        if error.is_fault:
+            named = BadRecordError(f"{self._name}: {error}, in the record {record!r:.120}")
+            if self._counter is None:
+                raise named from None
+            self._counter.add(named)
+
+    def counts(self) -> dict[str, Any]:
+        """Returns fields of the result of a part."""
+        counts = {"num_labels": self._num_labels, "num_cut": self._num_cut}
+        return counts | {"left_out": dict(self._left_out)}
 
 
 @contextlib.contextmanager
@@ -179,7 +238,9 @@ def part_file(folder: str, index: int, ending: str) -> str:
 
 
 def _block_hashes(folder: str, index: int, *, of_tokens: bool = True) -> dict[str, list[str]]:
-    names = [part_file("", index, name) for name in (token_store.LENGTHS, token_store.NUM_BYTES)]
+    arrays = token_store.LENGTHS, token_store.NUM_BYTES, token_store.LABELS
+    names = [part_file("", index, name) for name in arrays]
+    names = [name for name in names if os.path.exists(os.path.join(folder, name))]
     names += [token_store.tokens_file(index)] * of_tokens
     return {name: hash_blocks(os.path.join(folder, name)) for name in names}
 

@@ -30,6 +30,8 @@ class TokenSource(Configurable):
     vocab_size: int  # Every id is below it.
     eos_id: int
     bos_token: str = ""  # Token before each document; empty for none.
+    # Ascending begin and end, in turn, of the spans of tokens that are labels; None: all are.
+    label_bounds: npt.NDArray[np.int64] | None = None
     fingerprint: str  # Hash of the tokens and their division into documents.
     token_num_bytes: npt.NDArray[np.int32]  # [V] bytes of text that each token covers.
     starts: npt.NDArray[np.int64]  # [N] position of each document's first token.

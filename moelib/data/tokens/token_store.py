@@ -9,6 +9,8 @@ A store is a folder:
     lengths.npy           tokens of each document, uint32 [N]
     num_bytes.npy         UTF-8 bytes of each document's text, uint32 [N]
     token_num_bytes.npy   bytes of text that each token covers, int32 [V]
+    label_bounds.npy      of conversations: begin and end, in turn, of spans of labels, uint64 [2 L]
+    chat_template.jinja   of conversations: their template
 
 meta.json holds its own SHA-256 and a hash of each block of the other files. Opening a store checks
 all blocks but those of tokens, of which it checks a sample; training checks the rest in an epoch,
@@ -49,6 +51,7 @@ META = "meta.json"
 LENGTHS = "lengths.npy"
 NUM_BYTES = "num_bytes.npy"
 TOKEN_NUM_BYTES = "token_num_bytes.npy"
+LABELS = "label_bounds.npy"
 
 
 @dataclasses.dataclass
@@ -70,6 +73,8 @@ class StoreMeta:
     split_seed: int
     append_eos: bool
     bos_token: str  # Token before each document; empty for none.
+    # Number of spans of labels; None if all tokens are labels, as those of text.
+    num_label_spans: int | None
     tokenizer_hash: str
     source_hash: str  # `fingerprint` of the source's parts.
     content_hash: str  # Of tokens and lengths.
@@ -151,7 +156,9 @@ def _check_hashed(meta: StoreMeta) -> None:
     """Raises ValueError unless meta.json has hashes of all files of a store, and of no others."""
     tokens = {tokens_file(index) for index, count in enumerate(meta.file_tokens) if count}
     hashed = {name for name, hashes in meta.block_hashes.items() if hashes}
-    if wrong := sorted(hashed ^ (tokens | {LENGTHS, NUM_BYTES, TOKEN_NUM_BYTES})):
+    arrays = {LENGTHS, NUM_BYTES, TOKEN_NUM_BYTES}
+    arrays |= set() if meta.num_label_spans is None else {LABELS}
+    if wrong := sorted(hashed ^ (tokens | arrays)):
         reason = "not a file of the store" if wrong[0] in hashed else "without hashes"
         raise ValueError(f"block_hashes: {wrong[0]!r:.80} is {reason}")
 
@@ -212,6 +219,11 @@ class TokenStore(TokenSource):
         starts = np.cumsum(lengths) - lengths
         if lengths.sum() != meta.num_tokens:
             raise self._damaged(f"{LENGTHS} sums to {lengths.sum()}, not to {meta.num_tokens}")
+        if meta.num_label_spans is not None:
+            bounds = self._array(LABELS, 2 * meta.num_label_spans).astype(np.int64)
+            if not len(bounds) or np.any(np.diff(bounds) < 0) or bounds[-1] > meta.num_tokens:
+                raise self._damaged(f"{LABELS} has no ascending positions of its tokens")
+            self.label_bounds = bounds
         members = self._members()
         self.starts, self.lengths = starts[members], lengths[members]
         split = "" if cfg.split is None else f" {cfg.split} {meta.splits} {meta.split_seed}"
@@ -262,7 +274,9 @@ class TokenStore(TokenSource):
         hashes = self.meta.block_hashes.items()
         blocks = [(name, number) for name, of_file in hashes for number in range(len(of_file))]
         tokens = [
-            block for block in blocks if block[0] not in (LENGTHS, NUM_BYTES, TOKEN_NUM_BYTES)
+            block
+            for block in blocks
+            if block[0] not in (LENGTHS, NUM_BYTES, TOKEN_NUM_BYTES, LABELS)
         ]
         stride = max(-(-len(tokens) // store_check.SAMPLED_BLOCKS), 1)
         rest = set(tokens) - set(tokens[::stride])
@@ -408,8 +422,14 @@ class _TokenFile:
         return np.frombuffer(data, self._dtype)
 
 
-def content_hash(file_hashes: Sequence[str], lengths: npt.NDArray[np.unsignedinteger]) -> str:
-    """Returns a store's content hash, from its files' SHA-256 and its documents' lengths."""
+def content_hash(
+    file_hashes: Sequence[str],
+    lengths: npt.NDArray[np.unsignedinteger],
+    label_bounds: npt.NDArray[np.unsignedinteger] | None = None,
+) -> str:
+    """Returns a store's content hash: of its files' SHA-256, lengths of documents, and labels."""
     content = hashlib.sha256(lengths.astype("<u4").tobytes())
+    if label_bounds is not None:
+        content.update(label_bounds.astype("<u8").tobytes())
     content.update("".join(file_hashes).encode())
     return content.hexdigest()

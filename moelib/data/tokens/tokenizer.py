@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 END_OF_TEXT = "<|endoftext|>"
 FILE_NAME = "tokenizer.json"
 SETTINGS_FILE = "tokenizer_config.json"  # As Hugging Face names it.
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
 
 
 # A text whose ids depend on the normalizer, the words and the merges of a tokenizer.
@@ -57,6 +58,7 @@ class Tokenizer(Configurable):
         cfg = self.config
         self._load(read_text(cfg.path), cfg.eos_token)
         self.bos_token = cfg.bos_token
+        self.chat_template = _read_chat_template(cfg.path)
         if cfg.bos_token is not None:
             self.bos_id = self._tokenizer.token_to_id(cfg.bos_token)
         if self._adds_bos and self.bos_id is None:
@@ -94,6 +96,7 @@ class Tokenizer(Configurable):
         self.eos_id: int = eos_id
         self.eos_token = eos_token
         self.bos_token: str | None = None
+        self.chat_template: str | None = None  # In Jinja, if its folder has one.
         self.bos_id: int | None = None  # The token that begins a text, if there is one.
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
@@ -112,6 +115,31 @@ class Tokenizer(Configurable):
         """Returns the ids of texts as a model reads prompts, with BOS if the tokenizer adds it."""
         begin = [] if self.bos_id is None else [self.bos_id]
         return [begin + ids for ids in self.encode_batch(texts)]
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Returns the ids of the text of a chat template, in which special tokens are meant."""
+        return self._for_chat.encode(text, add_special_tokens=False).ids
+
+    def encode_rendered_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns the ids of `encode_rendered`, and the characters [begin, end) of each."""
+        encoding = self._for_chat.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    @functools.cached_property
+    def _for_chat(self) -> Any:
+        """The tokenizer of the library that knows special tokens in a text."""
+        import tokenizers
+
+        tokenizer = tokenizers.Tokenizer.from_str(self._text)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
+
+    @functools.cached_property
+    def special_tokens(self) -> Sequence[str]:
+        """The texts of tokens that are no text."""
+        added = self._content.get("added_tokens", ())
+        return [token["content"] for token in added if token.get("special")]
 
     @property
     def _adds_bos(self) -> bool | None:
@@ -198,6 +226,9 @@ class Tokenizer(Configurable):
         if self.bos_token is not None:
             settings |= {"bos_token": self.bos_token, "add_bos_token": True}
         write_json(os.path.join(folder, SETTINGS_FILE), settings)
+        if self.chat_template is not None:
+            with atomic_file(os.path.join(folder, CHAT_TEMPLATE_FILE)) as file:
+                file.write(self.chat_template)
 
     def token_num_bytes(self) -> npt.NDArray[np.int32]:
         """Returns the bytes of UTF-8 text that each token covers [V]: 0 for special tokens.
@@ -233,6 +264,16 @@ def read_text(path: str) -> str:
         ) from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _read_chat_template(path: str) -> str | None:
+    """Returns the chat template in the folder of a tokenizer, or None."""
+    folder = os.path.dirname(path) if path.endswith(".json") else path
+    file_path = os.path.join(folder, CHAT_TEMPLATE_FILE)
+    if not storage.exists(file_path):
+        return None
+    with storage.open_to_read(file_path, encoding="utf-8") as file:
+        return file.read()
 
 
 def named_token(settings: Mapping[str, Any], name: str) -> str | None:

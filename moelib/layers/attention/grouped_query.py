@@ -1,5 +1,6 @@
 """Grouped-query attention: multi-head when every query head has its own keys and values."""
 
+import functools
 from typing import ClassVar
 
 import jax
@@ -12,12 +13,13 @@ from moelib.core.errors import UserError
 from moelib.core.param import ParameterSpec
 from moelib.kernels.flash_attention import CONTEXT, MaskSpec
 from moelib.layers.attention.cached import attend_to_cache, num_slots, store
-from moelib.layers.attention.on_mesh import attend
+from moelib.layers.attention.on_mesh import attend, attention_weights
 from moelib.layers.base import BaseLayer, add_bias, bias_spec, weight_spec
 from moelib.layers.norm import BaseNorm
 from moelib.layers.quantization import project
 from moelib.layers.remat import save_activation
 from moelib.layers.rope import RotaryEmbedding
+from moelib.layers.tracing import ATTENTION_WEIGHTS, trace
 from moelib.parallel.sharding import constrain
 
 
@@ -166,6 +168,8 @@ class GroupedQueryAttention(BaseLayer):
         spec = MaskSpec(scale, window=cfg.window, logit_cap=cfg.logit_cap)
         if (cached := self._store(k, v, positions, segment_ids)) is not None:
             return attend_to_cache(q, *cached, positions, sinks, spec)
+        weights = functools.partial(attention_weights, q, k, segment_ids, sinks, spec)
+        trace(self, ATTENTION_WEIGHTS, weights)
         return attend(q, k, v, segment_ids, sinks, spec=spec)
 
     def _store(

@@ -5,6 +5,7 @@ new token is computed without keys and values of the earlier ones: the projectio
 multiplied into its query and its output ("absorbed").
 """
 
+import functools
 from typing import Any, ClassVar
 
 import jax
@@ -19,7 +20,7 @@ from moelib.core.param import ParameterSpec
 from moelib.kernels.flash_attention import CONTEXT, MaskSpec
 from moelib.layers.attention.cached import attend_to_cache, store
 from moelib.layers.attention.indexer import Indexer
-from moelib.layers.attention.on_mesh import attend
+from moelib.layers.attention.on_mesh import attend, attention_weights
 from moelib.layers.attention.sparse import Index, Keys, Queries, attend_to_chosen
 from moelib.layers.attention.temperature import AttentionTemperature
 from moelib.layers.base import BaseLayer, weight_spec
@@ -27,6 +28,7 @@ from moelib.layers.norm import BaseNorm, RMSNorm
 from moelib.layers.quantization import QuantizedWeight, project
 from moelib.layers.remat import save_activation
 from moelib.layers.rope import RotaryEmbedding
+from moelib.layers.tracing import ATTENTION_WEIGHTS, trace
 from moelib.parallel.sharding import constrain
 
 
@@ -171,6 +173,8 @@ class LatentAttention(BaseLayer):
                 return save_activation(constrain(out, split), CONTEXT)
         k, v = self.keys_and_values(latent, key)
         k, v = constrain(k, split), constrain(v, split)
+        weights = functools.partial(attention_weights, q, k, segment_ids, None, spec)
+        trace(self, ATTENTION_WEIGHTS, weights)
         return save_activation(constrain(attend(q, k, v, segment_ids, spec=spec), split), CONTEXT)
 
     @property

@@ -27,6 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moelib.core.varying import vary
+from moelib.kernels.backend import kernel_backends
 from moelib.kernels.flash_attention import (
     CONTEXT,
     MaskSpec,
@@ -84,6 +85,21 @@ def attend(
     specs = (split, split, split, P(*split[:2]), P(split[2]))
     arrays = (q, k, v, segment_ids, sinks)
     return jax.shard_map(local, in_specs=(specs,), out_specs=split)(arrays)
+
+
+def attention_weights(
+    q: Float[Array, "B S H Dh"],
+    k: Float[Array, "B S G Dh"],
+    segment_ids: Int[Array, "B S"] | None,
+    sinks: Float[Array, "H"] | None,
+    spec: MaskSpec,
+) -> Float[Array, "B S H S"]:
+    """Returns the weight of each key for each query and head, by attention to one-hot values."""
+    one_hot = jnp.eye(k.shape[1], dtype=jnp.float32)[None, :, None]
+    values = jnp.broadcast_to(one_hot, (*k.shape[:3], k.shape[1]))
+    q, k = q.astype(jnp.float32), k.astype(jnp.float32)
+    with kernel_backends({"flash_attention": "xla"}):
+        return jax.lax.stop_gradient(attend(q, k, values, segment_ids, sinks, spec=spec))
 
 
 class RingPlan(NamedTuple):

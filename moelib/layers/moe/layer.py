@@ -30,6 +30,12 @@ from moelib.layers.moe.metrics import routing_metrics
 from moelib.layers.moe.placement import place
 from moelib.layers.moe.recording import record_routing
 from moelib.layers.moe.router import Router, Routing
+from moelib.layers.tracing import (
+    EXPERT_IDS,
+    EXPERT_WEIGHTS,
+    ROUTER_PROBS,
+    trace,
+)
 from moelib.parallel import sharding
 
 
@@ -170,6 +176,9 @@ class MoELayer(BaseLayer):
         """Adds the auxiliary losses and the metrics of the routing."""
         cfg: MoELayer.Config = self.config
         record_routing(self, routing)
+        trace(self, ROUTER_PROBS, lambda: routing.probs)
+        trace(self, EXPERT_IDS, lambda: routing.expert_ids)
+        trace(self, EXPERT_WEIGHTS, lambda: routing.weights)
         metrics = routing_metrics(routing, num_dropped)
         if not cfg.report_expert_counts:
             del metrics["expert_counts"]

@@ -1,0 +1,129 @@
+"""Records of conversations, in the formats in use, as messages."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from moelib.core.config import did_you_mean
+
+ROLES = "system", "developer", "user", "assistant", "tool"
+_SHAREGPT = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+}
+
+
+class Conversation(NamedTuple):
+    """Messages, with `role` and `content`, and maybe `tool_calls`, and the tools that they use."""
+
+    messages: list[dict[str, Any]]
+    tools: Sequence[Any] | None = None
+
+
+class RecordError(ValueError):
+    """A record that is no conversation to learn from.
+
+    Attributes:
+        reason: A few words, equal for all records with this fault.
+        is_fault: Whether the record is wrong, instead of only of no use.
+    """
+
+    def __init__(self, reason: str, detail: str = "", *, is_fault: bool = True) -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason, self.is_fault = reason, is_fault
+
+
+def read_conversation(text: str) -> Conversation:
+    """Returns the conversation in a JSON object of one of these forms.
+
+        {"messages": [{"role": "user", "content": "..."}, ...], "tools": [...]}
+        {"conversations": [{"from": "human", "value": "..."}, ...]}
+        {"prompt": "..." or messages, "completion": "..." or messages}
+        {"instruction": "...", "input": "...", "output": "..."}
+
+    Other keys are ignored.
+
+    Raises:
+        RecordError: If it has no such form, an unknown role, an empty message, or no message of an
+            assistant.
+    """
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RecordError("not JSON", str(error)) from None
+    if not isinstance(record, dict):
+        raise RecordError("not an object", f"{record!r:.80}")
+    given = {name: value for name, value in record.items() if value is not None}
+    if "messages" in given:
+        messages = _listed(given["messages"], "messages")
+    elif "conversations" in given:
+        messages = [_of_sharegpt(x) for x in _listed(given["conversations"], "conversations")]
+    elif {"prompt", "completion"} <= given.keys():
+        messages = [*_side(given["prompt"], "user"), *_side(given["completion"], "assistant")]
+    elif {"instruction", "output"} <= given.keys():
+        asked = [_text(x) for x in (given["instruction"], given.get("input")) if x]
+        messages = [*_side("\n\n".join(asked), "user"), *_side(given["output"], "assistant")]
+    else:
+        raise RecordError(
+            "no conversation",
+            f"it has {sorted(record)!s:.120}, but neither messages, conversations, prompt and "
+            "completion, nor instruction and output",
+        )
+    tools = given.get("tools")
+    if tools is not None and not isinstance(tools, list):
+        raise RecordError("no list of tools", f"tools is {tools!r:.80}")
+    checked = [_checked(i, message) for i, message in enumerate(messages)]
+    if not any(message["role"] == "assistant" for message in checked):
+        raise RecordError("no message of an assistant")
+    return Conversation(checked, tools or None)
+
+
+def _listed(value: Any, name: str) -> list[Any]:
+    """Returns a list, which tables may hold as text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise RecordError("no list of messages", f"{name} is {value!r:.80}") from None
+    if not isinstance(value, list) or not value:
+        raise RecordError("no list of messages", f"{name} is {value!r:.80}")
+    return value
+
+
+def _of_sharegpt(message: Any) -> Any:
+    if not isinstance(message, Mapping) or not {"from", "value"} <= message.keys():
+        raise RecordError("a message without from and value", f"{message!r:.80}")
+    sender = message["from"]
+    if sender not in _SHAREGPT:
+        known = did_you_mean(str(sender), _SHAREGPT)
+        raise RecordError("unknown role", f"from={sender!r:.40}; {known}")
+    return {"role": _SHAREGPT[sender], "content": message["value"]}
+
+
+def _side(value: Any, role: str) -> list[Any]:
+    """Returns the messages of a prompt or a completion."""
+    return [{"role": role, "content": value}] if isinstance(value, str) else _listed(value, role)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise RecordError("content that is no text", f"{value!r:.80}")
+    return value
+
+
+def _checked(index: int, message: Any) -> dict[str, Any]:
+    """Returns a message without its keys that are None. Raises RecordError."""
+    name = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise RecordError("a message that is no object", f"{name} is {message!r:.80}")
+    if (role := message.get("role")) not in ROLES:
+        raise RecordError("unknown role", f"{name}.role={role!r:.40}; use one of {ROLES}")
+    calls = message.get("tool_calls")
+    content = _text(message.get("content") or ("" if calls else message.get("content")))
+    if not content.strip() and not calls:
+        raise RecordError("an empty message", f"{name}.content is {content!r:.40}")
+    kept = {key: value for key, value in message.items() if value is not None}
+    return kept | {"content": content}

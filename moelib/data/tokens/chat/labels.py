@@ -1,0 +1,153 @@
+"""Conversations as tokens, of which those that a model is to generate are labels.
+
+Labels are found in the text, not in the tokens: the messages of an assistant, each up to the end of
+its end-of-turn token, without the header that the generation prompt supplies. A token is a label if
+any of its characters is.
+
+Letters: S tokens.
+"""
+
+import dataclasses
+import datetime
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from moelib.data.tokens.chat.conversation import Conversation, RecordError, read_conversation
+from moelib.data.tokens.chat.template import ChatTemplate, Rendered, TemplateError
+from moelib.data.tokens.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatOptions:
+    """Settings that decide the tokens of conversations."""
+
+    template: str  # The template, in Jinja.
+    bos_token: str  # As the template sees it.
+    eos_token: str
+    today: str  # Day that the template may show, as 2026-11-28.
+    # Maximum number of tokens; None for no limit.
+    max_length: int | None = None
+    # What happens to a longer conversation: cut after the last whole answer that fits, or left out.
+    long: Literal["cut", "leave_out"] = "cut"
+
+    def chat_template(self) -> ChatTemplate:
+        """Returns the template, whose process is started."""
+        return ChatTemplate(
+            self.template,
+            bos_token=self.bos_token,
+            eos_token=self.eos_token,
+            today=datetime.date.fromisoformat(self.today),
+        )
+
+
+class Example(NamedTuple):
+    """A conversation as tokens."""
+
+    text: str
+    ids: list[int]
+    is_label: npt.NDArray[np.bool_]  # [S].
+    was_cut: bool = False
+
+
+class ChatEncoder:
+    """Makes tokens of records."""
+
+    def __init__(self, options: ChatOptions, tokenizer: Tokenizer) -> None:
+        self._options, self._tokenizer = options, tokenizer
+        self._template = options.chat_template()
+
+    def examples(self, record: str) -> list[Example]:
+        """Returns the examples of a record of JSON: one, or one for each answer.
+
+        A template that drops parts of earlier answers, such as their reasoning, makes an example
+        of each answer, with those before it as the template shows them.
+
+        Raises:
+            RecordError: If it is no conversation to learn from.
+        """
+        conversation = read_conversation(record)
+        self._check_special_tokens(conversation)
+        try:
+            rendered = render(self._template, conversation)
+        except TemplateError as error:
+            raise RecordError("refused by the template", str(error)) from None
+        return [self._example(each) for each in rendered]
+
+    def _check_special_tokens(self, conversation: Conversation) -> None:
+        """Refuses messages with the text of a special token: it would end or begin a message."""
+        for index, message in enumerate(conversation.messages):
+            for token in self._tokenizer.special_tokens:
+                if token in message["content"]:
+                    detail = f"messages[{index}] contains {token!r}"
+                    raise RecordError("a special token in a message", detail)
+
+    def _example(self, rendered: Rendered) -> Example:
+        ids, offsets = self._tokenizer.encode_rendered_with_offsets(rendered.text)
+        begin, end = np.array(offsets, np.int64).reshape(-1, 2).T
+        is_label = np.zeros(len(ids), bool)
+        ends = []
+        for first, last in rendered.spans:
+            inside = (begin < last) & (end > first)
+            is_label |= inside
+            ends += np.flatnonzero(inside)[-1:].tolist()
+        if not is_label.any():
+            raise RecordError("no label", is_fault=False)
+        example = Example(rendered.text, ids, is_label)
+        limit = self._options.max_length
+        if limit is None or len(ids) <= limit:
+            return example
+        fitting = [each + 1 for each in ends if each < limit]
+        if self._options.long == "leave_out" or not fitting:
+            raise RecordError(f"longer than {limit} tokens", is_fault=False)
+        size = fitting[-1]
+        text = rendered.text[: int(end[size - 1])]
+        return Example(text, ids[:size], is_label[:size], was_cut=True)
+
+
+def render(template: ChatTemplate, conversation: Conversation) -> list[Rendered]:
+    """Returns the text of a conversation, with the spans of labels; several as in `examples`.
+
+    Raises:
+        TemplateError: If the template refuses the messages, or they do not begin its text as they
+            begin alone.
+    """
+    messages, tools = conversation
+    if template.marks_answers:
+        return [template.render_marked(messages, tools=tools)]
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    prefixes = [(messages[:i], True) for i in answers]
+    prefixes += [(messages[: i + 1], False) for i in answers]
+    whole, *texts = template.render_all([(messages, False), *prefixes], tools=tools)
+    turns = zip(answers, texts[: len(answers)], texts[len(answers) :], strict=True)
+    alone = [_turn(template, messages[i], i, *both) for i, *both in turns]
+    if all(whole.startswith(each.text[: each.spans[0][1]]) for each in alone):
+        return [Rendered(whole, [each.spans[0] for each in alone])]
+    return alone
+
+
+def _turn(
+    template: ChatTemplate, message: Any, index: int, before: str, with_turn: str
+) -> Rendered:
+    """Returns the text up to an answer, with its span."""
+    if not with_turn.startswith(before):
+        raise TemplateError(
+            f"{template.name}: the text of messages[:{index}] with the generation prompt is not "
+            f"the beginning of that of messages[:{index + 1}]; mark the answers in the template by "
+            "{% generation %}."
+        )
+    turn, content = with_turn[len(before) :], message["content"].rstrip()
+    trimmed = turn.rstrip()
+    if trimmed.endswith(content):  # White space is all that ends the answer.
+        trimmed = turn
+    return Rendered(with_turn, [(len(before), len(before) + len(trimmed))])
+
+
+def bounds_of(examples: Sequence[Example], first: int) -> Iterator[int]:
+    """Yields begin and end, in turn, of each run of labels, as positions from `first` on."""
+    for example in examples:
+        edges = np.diff(example.is_label.astype(np.int8), prepend=0, append=0)
+        yield from (np.flatnonzero(edges) + first).tolist()
+        first += len(example.ids)

@@ -1,0 +1,147 @@
+"""Conversations with a model: messages become a prompt by the model's chat template."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from moelib.core.errors import UserError
+from moelib.inference.generate import generate
+from moelib.runtime.storage import write_json
+
+if TYPE_CHECKING:
+    from moelib.data.tokens.chat.template import ChatTemplate
+
+ROLES = "system", "user", "assistant"
+
+
+class MessageError(UserError):
+    """Messages that a model cannot answer."""
+
+
+class ChatFormat:
+    """The chat template of a model, and what ends its messages."""
+
+    def __init__(self, template: "ChatTemplate", tokenizer: Any) -> None:
+        """Finds out how the template ends an assistant's message."""
+        self._template, self._tokenizer = template, tokenizer
+        # What ends a message is one token, or text in several.
+        ids = tokenizer.encode_rendered(end) if (end := _end_of_message(template)) else []
+        self.stop_ids: list[int] = ids if len(ids) == 1 else []
+        self.stop: list[str] = [end] if len(ids) > 1 else []
+
+    def prompt(self, messages: Any) -> list[int]:
+        """Returns the token ids of a conversation, up to where the model continues.
+
+        Args:
+            messages: Dictionaries with a `role` and its `content`, a text or parts of text.
+
+        Raises:
+            MessageError: If they are no such messages, or the template refuses them.
+        """
+        checked = [_checked(i, message) for i, message in enumerate(_list_of(messages))]
+        try:
+            text = self._template.render(checked, add_generation_prompt=True)
+        except UserError as error:
+            raise MessageError(str(error)) from error
+        return self._tokenizer.encode_rendered(text)
+
+
+def _list_of(messages: Any) -> Sequence[Any]:
+    if not isinstance(messages, list) or not messages:
+        raise MessageError(f"messages is {messages!r:.80}; set it to a list of messages.")
+    return messages
+
+
+def _checked(index: int, message: Any) -> dict[str, str]:
+    """Returns a message whose content is a text. Raises MessageError."""
+    name = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise MessageError(f"{name} is {message!r:.80}; set it to an object with role and content.")
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise MessageError(f"{name}.role is {role!r:.80}; set it to one of {', '.join(ROLES)}.")
+    if isinstance(content, list):
+        parts = [x.get("text") if isinstance(x, Mapping) else None for x in content]
+        content = None if None in parts else "".join(map(str, parts))
+    if not isinstance(content, str):
+        raise MessageError(f"{name}.content is {content!r:.80}; set it to a text.")
+    return {"role": role, "content": content}
+
+
+_MARK = "8f3aq"  # A content that no template contains.
+
+
+def _end_of_message(template: "ChatTemplate") -> str:
+    """Returns the text that a template writes after an assistant's message.
+
+    Space around other characters is no part of it.
+    """
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
+    after = template.render(messages, add_generation_prompt=False).rpartition(_MARK)[2]
+    return after.strip() or after
+
+
+class Conversation:
+    """A conversation in progress.
+
+        talk = Conversation(model, ChatFormat(template, model.tokenizer), system="Be brief.")
+        print(talk.say("What is a router?"))
+
+    Attributes:
+        messages: All messages, with `role` and `content`; may be changed between calls.
+    """
+
+    def __init__(
+        self, model: Any, chat: ChatFormat, *, system: str | None = None, **settings: Any
+    ) -> None:
+        """Begins a conversation.
+
+        Args:
+            model: A `moelib.runs.loading.LoadedModel`.
+            chat: The model's format of conversations.
+            system: First message, of the role "system"; None for none.
+            **settings: Settings of generation; see `moelib.inference.generate.Settings`.
+        """
+        self._model, self._chat, self._system, self._settings = model, chat, system, settings
+        self.messages: list[dict[str, str]] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Drops all messages but that of the system."""
+        system = self._system
+        self.messages = [] if system is None else [{"role": "system", "content": system}]
+
+    def say(self, text: str, on_text: Callable[[str], None] | None = None) -> str:
+        """Returns the model's answer to a message; the messages contain both.
+
+        Args:
+            text: The message.
+            on_text: Function called with each piece of the answer, as soon as it is certain.
+
+        Raises:
+            UserError: If the conversation is too long, or the template refuses it.
+        """
+        return self._answer([*self.messages, {"role": "user", "content": text}], on_text)
+
+    def again(self, on_text: Callable[[str], None] | None = None) -> str:
+        """Returns another answer to the last message, in the place of the last answer."""
+        kept = [*self.messages]
+        while kept and kept[-1]["role"] == "assistant":
+            kept.pop()
+        if not kept or kept[-1]["role"] != "user":
+            raise MessageError("There is no message to answer; write one first.")
+        self._settings["seed"] = self._settings.get("seed", 0) + 1
+        return self._answer(kept, on_text)
+
+    def _answer(self, messages: list[dict[str, str]], on_text: Callable[[str], None] | None) -> str:
+        show = None if on_text is None else lambda _, piece: on_text(piece)
+        stop_ids = [*self._model.stop_ids, *self._chat.stop_ids]
+        settings: dict[str, Any] = {"stop_ids": stop_ids, **self._settings}
+        prompt = self._chat.prompt(messages)
+        (answer,) = generate(self._model, [prompt], stop=self._chat.stop, on_text=show, **settings)
+        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
+        return answer.text
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the messages to a file, as a record that `moelib prepare --format=chat` reads."""
+        write_json(os.fspath(path), {"messages": self.messages})

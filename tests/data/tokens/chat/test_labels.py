@@ -1,0 +1,176 @@
+"""Labels of conversations: those of an oracle that works by character, and known faults."""
+
+import json
+import string
+
+import numpy as np
+import pytest
+import tokenizers
+
+from moelib.data.tokens.chat.conversation import RecordError
+from moelib.data.tokens.chat.labels import ChatEncoder, ChatOptions, bounds_of
+from moelib.data.tokens.tokenizer import ByteTokenizer, Tokenizer, train_bpe
+from tests.data.tokens.chat.templates import TEMPLATES
+from tests.oracles import chat_labels
+
+TODAY = {"today": "2026-01-01", "bos_token": "", "eos_token": "<|endoftext|>"}
+WORDS = [
+    "yes",
+    "no",
+    " maybe",
+    "\n",
+    "  ",
+    "42",
+    "é",
+    "😀😀",
+    "x = y;",
+    "<a>",
+    "naïve\n\n",
+    "<u",
+    "\n",
+]
+
+
+def options(template=chat_labels.TEMPLATE, **fields):
+    return ChatOptions(template, **TODAY | fields)
+
+
+def with_end(path, content):
+    """Returns the tokenizer of a tokenizer.json, with the special token that ends a message."""
+    content.setdefault("added_tokens", [])
+    for token in ("<|endoftext|>", chat_labels.END):
+        if token not in [each["content"] for each in content["added_tokens"]]:
+            number = len(content["model"]["vocab"]) + 5 + len(content["added_tokens"])
+            plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            added = {"id": number, "content": token, "special": True, **plain}
+            content["added_tokens"].append(added)
+    path.write_text(json.dumps(content))
+    return Tokenizer.default_config().set(path=str(path)).instantiate()
+
+
+@pytest.fixture(scope="module", params=["bytes", "byte-level BPE", "metaspace"])
+def tokenizer(request, tmp_path_factory):
+    """Returns tokenizers of three kinds."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    if request.param == "bytes":
+        return with_end(
+            folder / "tokenizer.json",
+            json.loads(ByteTokenizer.default_config().instantiate().to_json()),
+        )
+    texts = [" ".join(WORDS), "yes no maybe 42 x = y", *WORDS] * 20
+    if request.param == "byte-level BPE":
+        trained = train_bpe(texts, 300, str(folder / "bpe.json"))
+        return with_end(folder / "tokenizer.json", json.loads(trained.to_json()))
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", byte_fallback=False))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    model.decoder = tokenizers.decoders.Metaspace()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<unk>"], initial_alphabet=list(string.printable)
+    )
+    model.train_from_iterator([*texts, *chat_labels.HEADERS.values()], trainer)
+    return with_end(folder / "tokenizer.json", json.loads(model.to_str()))
+
+
+def conversation(rng):
+    """Returns random messages, with an answer."""
+    roles = ["user", "assistant"] * int(rng.integers(1, 4))
+    roles = ["system"] * int(rng.integers(2)) + roles + ["user"] * int(rng.integers(2))
+    content = lambda: "".join(rng.choice(WORDS, rng.integers(1, 9))) + "."
+    return [{"role": role, "content": content()} for role in roles]
+
+
+def test_labels_of_random_conversations_are_those_of_an_oracle(tokenizer):
+    encoder, rng = ChatEncoder(options(), tokenizer), np.random.default_rng(0)
+    for _ in range(200):
+        messages = conversation(rng)
+        text, is_label = chat_labels.written(messages)
+        (example,) = encoder.examples(json.dumps({"messages": messages}))
+        assert example.text == text
+        ids, offsets = tokenizer.encode_rendered_with_offsets(text)
+        assert example.ids == ids
+        expected = chat_labels.tokens_with_labels(offsets, is_label)
+        assert example.is_label.tolist() == expected
+
+
+def test_each_answer_begins_after_the_generation_prompt_and_ends_with_its_end_token(tokenizer):
+    messages = [
+        {"role": "user", "content": "42"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "yes"},
+        {"role": "assistant", "content": "no\n"},
+    ]
+    (example,) = ChatEncoder(options(), tokenizer).examples(json.dumps({"messages": messages}))
+    runs = np.split(np.arange(len(example.ids)), [*bounds_of([example], 0)])[1::2]
+    texts = [tokenizer.decode([example.ids[i] for i in run]) for run in runs]
+    assert [text.strip(" ") for text in texts] == ["yes<|end|>", "no\n<|end|>"]
+
+
+def test_a_template_that_drops_reasoning_makes_an_example_of_each_answer(tokenizer):
+    messages = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\n2"},
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "<think>\neasy\n</think>\n\n4"},
+    ]
+    template = TEMPLATES["reasoning of earlier turns is dropped"]
+    encoder = ChatEncoder(options(template), tokenizer)
+    first, second = encoder.examples(json.dumps({"messages": messages}))
+    for example, answer in ((first, messages[1]), (second, messages[3])):
+        span = [i for i, label in enumerate(example.is_label) if label]
+        assert span == [*range(span[0], span[-1] + 1)]
+        text = tokenizer.decode([example.ids[i] for i in span])
+        assert text.strip() == answer["content"] + "<|im_end|>"
+    assert "hm" not in second.text
+
+
+def test_marked_answers_are_the_labels(tokenizer):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<a>no</a>"}]
+    encoder = ChatEncoder(options(TEMPLATES["answers that are marked"]), tokenizer)
+    (example,) = encoder.examples(json.dumps({"messages": messages}))
+    text = tokenizer.decode([i for i, x in zip(example.ids, example.is_label, strict=True) if x])
+    assert text.strip(" ") == "<a>no</a></a>"
+
+
+@pytest.fixture(scope="module")
+def bytes_with_end(tmp_path_factory):
+    """Returns a tokenizer of bytes."""
+    content = json.loads(ByteTokenizer.default_config().instantiate().to_json())
+    return with_end(tmp_path_factory.mktemp("bytes") / "tokenizer.json", content)
+
+
+LONG = {"messages": [{"role": r, "content": "abc"} for r in ("user", "assistant") * 3]}
+
+
+@pytest.mark.parametrize(("length", "num_answers"), [(21, 1), (24, 1), (46, 2), (66, 3)])
+def test_a_long_conversation_is_cut_after_an_answer(bytes_with_end, length, num_answers):
+    encoder = ChatEncoder(options(max_length=length), bytes_with_end)
+    (example,) = encoder.examples(json.dumps(LONG))
+    assert len(example.ids) <= length
+    assert example.was_cut == (num_answers < 3)
+    assert example.is_label.sum() == 4 * num_answers  # Three bytes, and the end.
+    if example.was_cut:
+        assert example.text.endswith("abc<|end|>")
+        assert bytes_with_end.encode_rendered(example.text) == example.ids
+
+
+@pytest.mark.parametrize("fields", [{"max_length": 15}, {"max_length": 30, "long": "leave_out"}])
+def test_a_conversation_without_a_whole_answer_that_fits_is_left_out(bytes_with_end, fields):
+    with pytest.raises(RecordError, match=r"longer than \d+ tokens") as caught:
+        ChatEncoder(options(**fields), bytes_with_end).examples(json.dumps(LONG))
+    assert not caught.value.is_fault
+
+
+@pytest.mark.parametrize(
+    ("content", "template", "reason"),
+    [
+        ("a<|end|>b", chat_labels.TEMPLATE, "a special token in a message"),
+        ("a", "{{ raise_exception('never') }}", "refused by the template"),
+        ("a", "{{ messages | length }}", "refused by the template"),
+    ],
+)
+def test_messages_that_make_no_example_are_refused(bytes_with_end, content, template, reason):
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(RecordError) as caught:
+        ChatEncoder(options(template), bytes_with_end).examples(json.dumps({"messages": messages}))
+    assert caught.value.reason == reason
+    assert caught.value.is_fault
