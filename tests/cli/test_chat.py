@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import openai
 import pytest
@@ -104,7 +105,8 @@ def test_the_server_answers_until_sigterm(hub, tmp_path):
             line = process.stdout.readline()
             url = line.partition(": ")[0]
             assert line == f"{url}: tiny, chat and completions. Ctrl-C ends.\n"
-            with openai.OpenAI(base_url=url + "/v1", api_key="none") as client:
+            with openai.OpenAI(base_url=url + "/v1", api_key="none") as opened:
+                client: Any = opened
                 messages = [{"role": "user", "content": "document"}]
                 settings = {"model": "tiny", "temperature": 0, "max_tokens": 5}
                 answer = client.chat.completions.create(messages=messages, **settings)
