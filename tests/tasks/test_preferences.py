@@ -76,7 +76,7 @@ def test_padding_has_no_influence(settings):
 def test_sums_over_micro_batches_give_the_loss_of_the_batch():
     names = ("log_probs", "old", "advantages", "mask")
     parts = [
-        policy_loss(*(jnp.asarray(INPUTS[name])[half] for name in names[:3]), MASK[half])
+        policy_loss(*(jnp.asarray(INPUTS[name])[half] for name in names[:3]), mask=MASK[half])
         for half in (slice(0, 2), slice(2, None))
     ]
     total, weight = (sum(x) for x in zip(*parts, strict=True))
@@ -120,7 +120,7 @@ def test_weights_of_another_sampler_are_cut_and_have_no_gradient():
         (lambda x: group_advantages(x[:, None]), r"rewards has shape \(3, 1\)"),
         (lambda x: policy(INPUTS["log_probs"], clip=(-1.0, 0.2)), r"clip=\(-1.0, 0.2\)"),
         (
-            lambda x: policy_loss(*[INPUTS["log_probs"]] * 2, x, MASK, kl_weight=0.1),
+            lambda x: policy_loss(INPUTS["old"], INPUTS["old"], x, MASK, kl_weight=0.1),
             "kl_weight=0.1",
         ),
     ],
