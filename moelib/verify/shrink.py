@@ -146,6 +146,8 @@ def _smaller_heads(cfg: ConfigBase, num_devices: int, many: str, *shared_names: 
     small = {name: size for name, size in _HEAD_DIMS.items() if name in fields}
     if "key_head_dim" in fields and fields["key_head_dim"] == fields["value_head_dim"]:
         small["value_head_dim"] = small["key_head_dim"]
+    elif "low_rank_dim" in fields:  # None would be the size of a value, which no mesh divides.
+        small["low_rank_dim"] = 8
     cfg.set(**small)
     _smaller(cfg, ("rotary_dim",), lambda _: 4)
 

@@ -11,9 +11,11 @@ from moelib.core.config_text import sub_configs
 from moelib.core.param import is_spec, specs_by_path
 from moelib.data.batches.packing import LongDocuments
 from moelib.huggingface.families import settings_of
+from moelib.layers.mixers.kimi_delta_attention import KimiDeltaAttention
 from moelib.learner.moments import MomentFormat
 from moelib.parallel.sharding import DEFAULT_RULES
 from moelib.verify.shrink import runnable, shrink
+from tests.verify.user_configs import balanced_moe, trainer
 
 CONFIGS = {
     **flame_moe.named_trainer_configs(),
@@ -181,3 +183,13 @@ def test_small_widths_stay():
     moe = small.model.decoder.block[0].feed_forward
     assert (moe.shared_experts.hidden_dim, moe.hidden_dim) == (32, 20)
     assert small.model.dim > 32
+
+
+def test_a_low_rank_of_the_size_of_values_is_divided_by_meshes():
+    mixer = KimiDeltaAttention.default_config().set(
+        num_value_heads=8, key_head_dim=64, value_head_dim=128
+    )
+    layer = balanced_moe(num_experts=8).set(self_attention=mixer)
+    small, _ = shrink(trainer(layer, num_layers=2), 8)
+    found = small.model.decoder.block[0].self_attention
+    assert (found.key_head_dim, found.value_head_dim, found.low_rank_dim) == (8, 6, 8)
