@@ -123,7 +123,27 @@ def child_at(value: Any, key: Key, parents: Sequence[Key]) -> Any:
     where = join_path(parents) or "the config"
     if not inside:
         raise UnknownFieldError(f"{where} is {value!r}: it has nothing inside; no {key!r} there.")
-    raise UnknownFieldError(f"{where} has no {key!r}; {did_you_mean(str(key), map(str, inside))}")
+    near = did_you_mean(str(key), map(str, inside))
+    if deeper := _deeper(value, str(key), parents):
+        near = f"did you mean {' or '.join(map(repr, deeper))}?"
+    raise UnknownFieldError(f"{where} has no {key!r}; {near}")
+
+
+def _deeper(value: Any, name: str, parents: Sequence[Key]) -> list[str]:
+    """Returns up to three paths below `value` to fields of this name, or whose names end with it.
+
+    Those of the name itself come first, and then the least deep.
+    """
+    found: list[tuple[bool, int, str]] = []
+
+    def walk(value: Any, keys: list[Key]) -> None:
+        for key, child in children(value):
+            if key == name or str(key).endswith(f"_{name}"):
+                found.append((key != name, len(keys), join_path([*keys, key])))
+            walk(child, [*keys, key])
+
+    walk(value, [*parents])
+    return [path for _, _, path in sorted(found)[:3]]
 
 
 def set_at(cfg: Any, path: str | Sequence[Key], value: Any) -> None:

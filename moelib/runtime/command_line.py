@@ -122,6 +122,8 @@ def parse_flags[T](cls: type[T], arguments: Sequence[str]) -> tuple[T, list[str]
         rest = values(["", *arguments])[1:]
     except absl_flags.UnrecognizedFlagError as error:
         advice = did_you_mean(f"--{error.flagname}", [f"--{info.name}" for info in infos])
+        if any(info.name == "set" for info in infos):
+            advice += f" A field of the config is set by --set, such as --set={error.flagname}=..."
         raise UsageError(f"unknown flag '--{error.flagname}'; {advice}") from None
     except absl_flags.Error as error:
         text = re.sub("invalid literal .*|could not convert .*", "write a number.", str(error))

@@ -3,7 +3,7 @@
 import pytest
 
 from experiments import flame_moe
-from moelib.cli import config
+from moelib.cli import config, main
 from moelib.core import config_text
 from moelib.core.config import InvalidConfigNameError
 from moelib.core.errors import UsageError, UserError
@@ -102,3 +102,20 @@ def test_twin_prints_a_config_that_can_be_read(capsys):
     assert cfg.model.decoder.block[0].feed_forward.hidden_dim == 264
     assert "hidden_dim of decoder.block[0].feed_forward 264" in output.err
     assert "(+0." in output.err
+
+
+@pytest.mark.parametrize(
+    ("flag", "paths"),
+    [
+        ("--set=lr=1", ["learner.optimizer.args[1].learning_rate.peak_lr"]),
+        ("--set=learning_rate=1", ["did you mean 'learner.optimizer.args[1].learning_rate'?"]),
+        ("--set=batch_size=4", ["'input.global_batch_size' or 'evalers.validation.input"]),
+        ("--set=model.num_layers=3", ["did you mean 'model.decoder.num_layers'?"]),
+        ("--lr=3", ["unknown flag '--lr'", "--set=lr="]),
+    ],
+)
+def test_names_of_deeper_fields_are_found(flag, paths, capsys):
+    named = ["--module=experiments.flame_moe", "--config=flame-moe-tiny"]
+    assert main.run(["config", *named, flag]) == 2
+    error = capsys.readouterr().err
+    assert all(path in error for path in paths)

@@ -157,3 +157,10 @@ def test_invalid_lines_are_named(command, tmp_path, text, message):
 def test_flags_that_do_not_fit_together_are_refused(command, args, message):
     with pytest.raises(UserError, match=message):
         command(*args)
+
+
+def test_a_name_of_the_hub_is_no_folder():
+    with pytest.raises(
+        UserError, match=r"no folder 'Qwen/Qwen3-0.6B'.*hf download Qwen/Qwen3-0.6B"
+    ):
+        generate_with("--hf_dir=Qwen/Qwen3-0.6B", "--prompt=a")
