@@ -3,15 +3,21 @@
 import csv
 import dataclasses
 import io
-import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from moelib.core.config import REQUIRED, config_class
 from moelib.core.errors import UserError
 from moelib.data.sources.files import FileStamp, find_files
 from moelib.data.sources.json_lines import PACKED, open_packed, unpacking
-from moelib.data.sources.source import BadRecordError, BadRecords, Part, Source
+from moelib.data.sources.source import (
+    BadRecordError,
+    BadRecords,
+    Part,
+    Source,
+    record_as_text,
+)
 from moelib.runtime.storage import readable
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -25,7 +31,7 @@ class DelimitedPart:
     """All rows of a file: a row may have several lines, so that no line tells where one begins."""
 
     file: FileStamp
-    column: str | None  # None: all, as a JSON object.
+    column: str | None
     delimiter: str
 
     @property
@@ -40,6 +46,14 @@ class DelimitedPart:
 
     def documents(self, bad_records: BadRecords | None = None) -> Iterator[str]:
         """Yields the values of the column; a row with fewer fields or more is a bad record."""
+        column = self.column
+        read = record_as_text if column is None else lambda record: record[column]
+        return self.records(read, bad_records)
+
+    def records[T](
+        self, read: Callable[[Mapping[str, Any]], T], bad_records: BadRecords | None = None
+    ) -> Iterator[T]:
+        """Yields what `read` returns of each row; see `RecordPart`."""
         path = self.file.path
         with readable(path), unpacking(path), open_packed(path) as file:
             lines = io.TextIOWrapper(file, "utf-8-sig", newline="")
@@ -47,28 +61,31 @@ class DelimitedPart:
             rows = csv.reader(lines, delimiter=self.delimiter, strict=True)
             try:
                 header = next(rows, [])
-                if self.column is not None and header.count(self.column) != 1:
-                    raise UserError(
-                        f"{path}: {header.count(self.column)} columns are named {self.column!r} in "
-                        f"its first row, {header!s:.200}; set column (--text_field) to one."
-                    )
-                index = None if self.column is None else header.index(self.column)
+                for column in header if self.column is None else [self.column]:
+                    if header.count(column) != 1:
+                        raise UserError(
+                            f"{path}: {header.count(column)} columns are named {column!r} in its "
+                            f"first row, {header!s:.200}; set column (--text_field) to one."
+                        )
                 for row in filter(None, rows):  # Blank lines are no rows.
-                    if len(row) == len(header):
-                        yield _json(header, row) if index is None else row[index]
-                        continue
-                    error = BadRecordError(
-                        f"{path}:{rows.line_num}: {len(row)} fields, and the header has "
-                        f"{len(header)}"
-                    )
-                    if bad_records is None:
-                        raise error
-                    bad_records.add(error)
+                    try:
+                        yield read(_record_of(row, header))
+                    except BadRecordError as error:
+                        located = error.at(f"{path}:{rows.line_num}")
+                        if bad_records is None:
+                            raise located from None
+                        bad_records.add(located)
             except (csv.Error, UnicodeDecodeError) as error:
                 raise UserError(
                     f"{path}:{rows.line_num}: not a table of text in UTF-8 ({error}); correct it, "
                     "or exclude it from paths."
                 ) from None
+
+
+def _record_of(row: Sequence[str], header: Sequence[str]) -> dict[str, str]:
+    if len(row) != len(header):
+        raise BadRecordError(f"{len(row)} fields, and the header has {len(header)}")
+    return dict(zip(header, row, strict=True))
 
 
 class Delimited(Source):
@@ -80,8 +97,7 @@ class Delimited(Source):
     @config_class
     class Config(Source.Config):
         paths: Sequence[str] = REQUIRED  # Files, folders or glob patterns.
-        # The column that holds the document; None: the row, as a JSON object, is the document.
-        column: str | None = "text"
+        column: str | None = "text"  # The column that holds the document; None: the whole row.
 
     def parts(self) -> Sequence[Part]:
         """Returns the files; a large corpus should have many."""
@@ -89,10 +105,6 @@ class Delimited(Source):
             DelimitedPart(file, self.config.column, _delimiter(file.path))
             for file in find_files(self.config.paths, ENDINGS)
         ]
-
-
-def _json(header: Sequence[str], row: Sequence[str]) -> str:
-    return json.dumps(dict(zip(header, row, strict=True)), ensure_ascii=False)
 
 
 def _delimiter(path: str) -> str:

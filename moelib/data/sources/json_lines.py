@@ -8,12 +8,19 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from moelib.core.config import REQUIRED, config_class
 from moelib.core.errors import UserError
 from moelib.data.sources.files import EXPANSION, FileStamp, find_files, part_size
-from moelib.data.sources.source import BadRecordError, BadRecords, Part, Source
+from moelib.data.sources.source import (
+    BadRecordError,
+    BadRecords,
+    Part,
+    Source,
+    record_as_text,
+)
 from moelib.runtime.storage import readable
 
 PACKED = ("", ".gz", ".zst", ".zstd")  # Endings of a plain file, and of compressed ones.
@@ -25,7 +32,7 @@ class JsonLinesPart:
     """The lines that begin in a range of bytes of a file, or all lines of a compressed file."""
 
     file: FileStamp
-    text_field: str | None  # None: the whole line.
+    text_field: str | None
     start: int = 0
     end: int | None = None  # None: the end of the file.
 
@@ -41,16 +48,21 @@ class JsonLinesPart:
 
     def documents(self, bad_records: BadRecords | None = None) -> Iterator[str]:
         """Yields the text field of each line; blank lines are skipped."""
+        return self.records(functools.partial(text_of, field=self.text_field), bad_records)
+
+    def records[T](
+        self, read: Callable[[Mapping[str, Any]], T], bad_records: BadRecords | None = None
+    ) -> Iterator[T]:
+        """Yields what `read` returns of each line's object; see `RecordPart`."""
         path = self.file.path
         with readable(path), unpacking(path), open_packed(path) as file:
             for number, line in enumerate(self._lines(file), 1):
                 if not line.strip():
                     continue
                 try:
-                    yield text_of(line, self.text_field)
+                    yield read(record_of(line))
                 except BadRecordError as error:
-                    number += self._lines_before
-                    located = BadRecordError(f"{self.file.path}:{number}: {error}")
+                    located = error.at(f"{path}:{number + self._lines_before}")
                     if bad_records is None:
                         raise located from None
                     bad_records.add(located)
@@ -80,21 +92,23 @@ class JsonLinesPart:
         return count
 
 
-def text_of(line: bytes, field: str | None) -> str:
-    """Returns the text field of a line of JSON, or the line. Raises BadRecordError."""
+def record_of(line: bytes) -> Mapping[str, Any]:
+    """Returns the object of a line of JSON. Raises BadRecordError if it is none."""
     line = line.strip()
-    if field is None:
-        try:
-            return line.decode()
-        except UnicodeDecodeError as error:
-            raise BadRecordError(f"not UTF-8: {error}") from None
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         hint = " (the file seems to be an array; write one record per line)" * (line == b"[")
         raise BadRecordError(f"not JSON{hint}: {error}") from None
     if not isinstance(record, dict):
-        raise BadRecordError(f"a {type(record).__name__}, not an object with a field {field!r}")
+        raise BadRecordError(f"a {type(record).__name__}, not an object")
+    return record
+
+
+def text_of(record: Mapping[str, Any], field: str | None) -> str:
+    """Returns the text field of a record, or the whole. Raises BadRecordError if it is no text."""
+    if field is None:
+        return record_as_text(record)
     if field not in record:
         names = f"{sorted(record)}"
         raise BadRecordError(f"no field {field!r}; it has {names:.200}: set text_field")
@@ -141,7 +155,7 @@ class JsonLines(Source):
     @config_class
     class Config(Source.Config):
         paths: Sequence[str] = REQUIRED  # Files, folders or glob patterns.
-        # The field of a line that holds the document; None: the line itself is the document.
+        # The field of a line that holds the document; None: the whole line.
         text_field: str | None = "text"
 
     def parts(self) -> Sequence[Part]:

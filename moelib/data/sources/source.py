@@ -5,11 +5,12 @@ that reads its documents in a fixed order; a source's order is that of its parts
 on the data alone, never on the number of processes that read them.
 """
 
+import collections
 import dataclasses
 import hashlib
 import json
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from moelib.core.config import REQUIRED, Configurable, config_class
@@ -21,18 +22,31 @@ _TEXTS_PER_PART = 64
 class BadRecordError(UserError):
     """A record without a document, such as a broken line of JSON."""
 
+    reason = "bad records"  # Words that stand for errors of one kind in counts.
+
+    def because(self, reason: str) -> "BadRecordError":
+        """Sets the reason. Returns itself."""
+        self.reason = reason
+        return self
+
+    def at(self, where: str) -> "BadRecordError":
+        """Returns the error with the place of the record."""
+        return BadRecordError(f"{where}: {self}").because(self.reason)
+
 
 @dataclasses.dataclass
 class BadRecords:
-    """The number of records that were skipped, and the error of the first."""
+    """The numbers of records that were skipped, in all and by reason, and the first error."""
 
     count: int = 0
     first: str = ""
+    reasons: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def add(self, error: BadRecordError) -> None:
         """Counts a record."""
         self.first = self.first or str(error)
         self.count += 1
+        self.reasons[error.reason] += 1
 
 
 class Part(Protocol):
@@ -65,6 +79,27 @@ class Part(Protocol):
             UserError: If the data are not of the expected kind (not UTF-8, no such column).
         """
         ...
+
+
+class RecordPart(Part, Protocol):
+    """A part of records with named fields, such as lines of JSON or rows of a table."""
+
+    def records[T](
+        self, read: Callable[[Mapping[str, Any]], T], bad_records: BadRecords | None = None
+    ) -> Iterator[T]:
+        """Yields what `read` returns of each record in order; see `documents` for errors.
+
+        Args:
+            read: A function of a record's fields by name, which may raise BadRecordError; the place
+                of the record is then added.
+            bad_records: Counter of bad records; None makes such a record an error.
+        """
+        ...
+
+
+def record_as_text(record: Mapping[str, Any]) -> str:
+    """Returns a whole record as a document: JSON."""
+    return json.dumps(record, ensure_ascii=False, default=str)
 
 
 class Source(Configurable):

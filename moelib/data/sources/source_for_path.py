@@ -20,8 +20,7 @@ def source_for_path(path: str, *, text_field: str | None = "text") -> Source.Con
     Args:
         path: A file, a pattern, or a folder with files of one kind: JSON lines, CSV or TSV,
             Parquet, Arrow (a `Dataset` saved by `datasets`) or text.
-        text_field: The field or column of a record that holds the document; None for the record, as
-            a JSON object.
+        text_field: The field or column of a record that holds the document; None: the whole.
 
     Raises:
         MissingFileError: If there is no file of a known kind.

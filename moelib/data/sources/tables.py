@@ -2,15 +2,20 @@
 
 import contextlib
 import dataclasses
-import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from moelib.core.config import REQUIRED, config_class
 from moelib.core.errors import UserError
 from moelib.data.sources.files import FileStamp, find_files, part_size
-from moelib.data.sources.source import BadRecordError, BadRecords, Part, Source
+from moelib.data.sources.source import (
+    BadRecordError,
+    BadRecords,
+    Part,
+    Source,
+    record_as_text,
+)
 from moelib.runtime.storage import readable
 
 PARQUET, ARROW = ".parquet", ".arrow"
@@ -24,7 +29,7 @@ class TablePart:
     """Some row groups of a Parquet file, or record batches of an Arrow file."""
 
     file: FileStamp
-    column: str | None  # None: all, as a JSON object.
+    column: str | None
     groups: tuple[int, ...]  # Ascending, without a gap.
     first_row: int
     num_bytes: int
@@ -36,46 +41,57 @@ class TablePart:
 
     def documents(self, bad_records: BadRecords | None = None) -> Iterator[str]:
         """Yields the values of the column; a value that is not text is a bad record."""
-        with _named_errors(self.file.path):
-            for row, text in enumerate(self._values(), self.first_row + 1):
-                if isinstance(text, dict):
-                    text = json.dumps(text, ensure_ascii=False, default=str)
-                if isinstance(text, str):
-                    yield text
-                    continue
-                error = BadRecordError(
-                    f"{self.file.path}, row {row}: column {self.column!r} is {text!r:.40}, not text"
-                )
-                if bad_records is None:
-                    raise error
-                bad_records.add(error)
+        return self.records(self._text_of, bad_records)
 
-    def _values(self) -> Iterator[object]:
-        """Yields the values of the column; an error in the place of invalid UTF-8."""
-        for values in self._columns():
-            for start in range(0, len(values), _BATCH_ROWS):
+    def records[T](
+        self, read: Callable[[Mapping[str, Any]], T], bad_records: BadRecords | None = None
+    ) -> Iterator[T]:
+        """Yields what `read` returns of each row; see `RecordPart`."""
+        with _named_errors(self.file.path):
+            for number, row in enumerate(self._rows(), self.first_row + 1):
+                try:
+                    if isinstance(row, UnicodeDecodeError):
+                        of = "" if self.column is None else f"column {self.column!r} is "
+                        raise BadRecordError(f"{of}{row!r:.40}, not text")
+                    yield read(row)
+                except BadRecordError as error:
+                    located = error.at(f"{self.file.path}, row {number}")
+                    if bad_records is None:
+                        raise located from None
+                    bad_records.add(located)
+
+    def _text_of(self, row: Mapping[str, Any]) -> str:
+        if self.column is None:
+            return record_as_text(row)
+        if not isinstance(text := row[self.column], str):
+            raise BadRecordError(f"column {self.column!r} is {text!r:.40}, not text")
+        return text
+
+    def _rows(self) -> Iterator[Any]:
+        """Yields the rows as dicts; an error in the place of one with invalid UTF-8."""
+        for batch in self._batches():
+            for start in range(0, batch.num_rows, _BATCH_ROWS):
                 self._check_size()
-                some = values.slice(start, _BATCH_ROWS)
+                some = batch.slice(start, _BATCH_ROWS)
                 try:
                     yield from some.to_pylist()
                 except UnicodeDecodeError:
-                    yield from (_value(some.slice(i, 1)) for i in range(len(some)))
+                    yield from (_row(some.slice(i, 1)) for i in range(some.num_rows))
 
-    def _columns(self) -> Iterator[Any]:
-        """Yields the column's values as Arrow arrays, or rows as record batches."""
+    def _batches(self) -> Iterator[Any]:
+        """Yields record batches with the column, or all."""
+        columns = None if self.column is None else [self.column]
         from pyarrow import parquet
 
         path = self.file.path
         if not _is_parquet(path):
             for index, batch in enumerate(_record_batches(path)):
                 if self.groups[0] <= index <= self.groups[-1]:
-                    yield batch if self.column is None else batch.column(self.column)
+                    yield batch if columns is None else batch.select(columns)
                 self._check_size()
             return
         with parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES) as file:
-            columns = None if self.column is None else [self.column]
-            for batch in file.iter_batches(_BATCH_ROWS, list(self.groups), columns):
-                yield batch if columns is None else batch.column(0)
+            yield from file.iter_batches(_BATCH_ROWS, list(self.groups), columns)
 
     def _check_size(self) -> None:
         """Raises UserError if the file has become shorter: reading mapped memory is then fatal."""
@@ -86,9 +102,9 @@ class TablePart:
             )
 
 
-def _value(one: Any) -> object:
+def _row(batch: Any) -> object:
     try:
-        return one.to_pylist()[0]
+        return batch.to_pylist()[0]
     except UnicodeDecodeError as error:
         return error
 
@@ -117,7 +133,7 @@ def _contents(path: str, column: str | None) -> list[tuple[int, int]]:
         sizes = [(group.num_rows, group.total_byte_size) for group in groups]
     else:
         batches = list(_record_batches(path))
-        names = batches[0].schema.names if batches else [column]
+        names = batches[0].schema.names if batches else [column or ""]
         sizes = [(batch.num_rows, batch.nbytes) for batch in batches]
     if column is not None and column not in names:
         raise UserError(f"{path} has no column {column!r}; set column to one of {sorted(names)}.")
@@ -151,8 +167,7 @@ class Tables(Source):
     @config_class
     class Config(Source.Config):
         paths: Sequence[str] = REQUIRED  # Files, folders or glob patterns.
-        # The column that holds the document; None: the row, as a JSON object, is the document.
-        column: str | None = "text"
+        column: str | None = "text"  # The column that holds the document; None: the whole row.
 
     def parts(self) -> Sequence[Part]:
         """Returns ranges of rows. Raises UserError if a file lacks the column or all lack rows."""

@@ -91,18 +91,14 @@ def tokenize_part(
     num_empty, digest = 0, hashlib.sha256()
     lost: collections.Counter[str] = collections.Counter()
     path = os.path.join(folder, token_store.tokens_file(index))
-    chat = None if options.chat is None else _Chat(options.chat, tokenizer, part.name, counter)
+    chat = None if options.chat is None else _Chat(options.chat, tokenizer)
 
     with _named_errors(folder, part):
-        documents = part.documents(counter)
         with synced_file(path) as file:
-            for batch in _batches(_pieces(documents, divided) if chat is None else documents):
-                texts = list(filter(None, batch))
+            for batch in _encoded(part, tokenizer, counter, divided, chat):
+                texts = [text for text, _ in batch if text]
+                encoded = [ids for text, ids in batch if text]
                 num_empty += len(batch) - len(texts)
-                if chat is None:
-                    encoded = tokenizer.encode_batch(texts)
-                else:
-                    texts, encoded = chat.encode(texts)
                 lost += tokenizer.lost_characters(texts, encoded)
                 ids = [begin + document + end for document in encoded]
                 lengths.extend(map(len, ids))
@@ -133,51 +129,62 @@ def tokenize_part(
             sha256=digest.hexdigest(),
             block_hashes=_block_hashes(folder, index),
             lost_characters=lost,
-            **({} if chat is None else chat.counts()),
+            **({} if chat is None else chat.counts(bad_records)),
         )
         found = result._asdict()
         write_json(part_file(folder, index, "json"), found | {"digest": json_digest(found)})
     return result
 
 
+def _encoded(
+    part: Part,
+    tokenizer: Tokenizer,
+    counter: BadRecords | None,
+    divided: list[int],
+    chat: "_Chat | None",
+) -> Iterator[list[tuple[str, list[int]]]]:
+    """Yields the texts of a part with their token ids, many at a time."""
+    if chat is None:
+        for texts in _batches(_pieces(part.documents(counter), divided)):
+            yield list(zip(texts, tokenizer.encode_batch(texts), strict=True))
+        return
+    if (records := getattr(part, "records", None)) is None:
+        raise UserError(
+            f"{part.name} holds no records; prepare conversations from JSON lines, Parquet, Arrow, "
+            "CSV or TSV."
+        )
+    for examples in records(chat.examples, counter):
+        yield [(example.text, example.ids) for example in examples]
+
+
 class _Chat:
     """The conversations of a part: their tokens, the bounds of their labels, and counts."""
 
-    def __init__(
-        self, options: ChatOptions, tokenizer: Tokenizer, name: str, counter: BadRecords | None
-    ) -> None:
+    def __init__(self, options: ChatOptions, tokenizer: Tokenizer) -> None:
         self._encoder = ChatEncoder(options, tokenizer)
-        self._name, self._counter = name, counter
         self.bounds = array.array("Q")
         self._num_tokens = self._num_labels = self._num_cut = 0
         self._left_out: collections.Counter[str] = collections.Counter()
 
-    def encode(self, records: Sequence[str]) -> tuple[list[str], list[list[int]]]:
-        """Returns the texts and the token ids of the examples of records."""
-        examples: list[Example] = []
-        for record in records:
-            try:
-                examples += self._encoder.examples(record)
-            except RecordError as error:
-                self._leave_out(record, error)
+    def examples(self, record: Mapping[str, Any]) -> list[Example]:
+        """Returns the examples of a record; none of one that is of no use."""
+        try:
+            examples = self._encoder.examples(record)
+        except RecordError as error:
+            if error.is_fault:
+                raise
+            self._left_out[error.reason] += 1
+            return []
         self.bounds.extend(bounds_of(examples, self._num_tokens))
         self._num_tokens += sum(len(example.ids) for example in examples)
         self._num_labels += sum(int(example.is_label.sum()) for example in examples)
         self._num_cut += sum(example.was_cut for example in examples)
-        return [example.text for example in examples], [example.ids for example in examples]
+        return examples
 
-    def _leave_out(self, record: str, error: RecordError) -> None:
-        self._left_out[error.reason] += 1
-        if error.is_fault:
-            named = BadRecordError(f"{self._name}: {error}, in the record {record!r:.120}")
-            if self._counter is None:
-                raise named from None
-            self._counter.add(named)
-
-    def counts(self) -> dict[str, Any]:
+    def counts(self, bad_records: BadRecords) -> dict[str, Any]:
         """Returns fields of the result of a part."""
         counts = {"num_labels": self._num_labels, "num_cut": self._num_cut}
-        return counts | {"left_out": dict(self._left_out)}
+        return counts | {"left_out": dict(self._left_out + bad_records.reasons)}
 
 
 @contextlib.contextmanager

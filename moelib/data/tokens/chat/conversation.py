@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moelib.core.config import did_you_mean
+from moelib.data.sources.source import BadRecordError
 
 ROLES = "system", "developer", "user", "assistant", "tool"
 _SHAREGPT = {
@@ -23,11 +24,10 @@ class Conversation(NamedTuple):
     tools: Sequence[Any] | None = None
 
 
-class RecordError(ValueError):
+class RecordError(BadRecordError):
     """A record that is no conversation to learn from.
 
     Attributes:
-        reason: A few words, equal for all records with this fault.
         is_fault: Whether the record is wrong, instead of only of no use.
     """
 
@@ -36,8 +36,8 @@ class RecordError(ValueError):
         self.reason, self.is_fault = reason, is_fault
 
 
-def read_conversation(text: str) -> Conversation:
-    """Returns the conversation in a JSON object of one of these forms.
+def read_conversation(record: Mapping[str, Any]) -> Conversation:
+    """Returns the conversation in a record of one of these forms.
 
         {"messages": [{"role": "user", "content": "..."}, ...], "tools": [...]}
         {"conversations": [{"from": "human", "value": "..."}, ...]}
@@ -50,12 +50,6 @@ def read_conversation(text: str) -> Conversation:
         RecordError: If it has no such form, an unknown role, an empty message, or no message of an
             assistant.
     """
-    try:
-        record = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RecordError("not JSON", str(error)) from None
-    if not isinstance(record, dict):
-        raise RecordError("not an object", f"{record!r:.80}")
     given = {name: value for name, value in record.items() if value is not None}
     if "messages" in given:
         messages = _listed(given["messages"], "messages")

@@ -9,7 +9,7 @@ Letters: S tokens.
 
 import dataclasses
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -59,8 +59,8 @@ class ChatEncoder:
         self._options, self._tokenizer = options, tokenizer
         self._template = options.chat_template()
 
-    def examples(self, record: str) -> list[Example]:
-        """Returns the examples of a record of JSON: one, or one for each answer.
+    def examples(self, record: Mapping[str, Any]) -> list[Example]:
+        """Returns the examples of a record: one, or one for each answer.
 
         A template that drops parts of earlier answers, such as their reasoning, makes an example
         of each answer, with those before it as the template shows them.

@@ -84,7 +84,7 @@ def test_labels_of_random_conversations_are_those_of_an_oracle(tokenizer):
     for _ in range(200):
         messages = conversation(rng)
         text, is_label = chat_labels.written(messages)
-        (example,) = encoder.examples(json.dumps({"messages": messages}))
+        (example,) = encoder.examples({"messages": messages})
         assert example.text == text
         ids, offsets = tokenizer.encode_rendered_with_offsets(text)
         assert example.ids == ids
@@ -99,7 +99,7 @@ def test_each_answer_begins_after_the_generation_prompt_and_ends_with_its_end_to
         {"role": "user", "content": "yes"},
         {"role": "assistant", "content": "no\n"},
     ]
-    (example,) = ChatEncoder(options(), tokenizer).examples(json.dumps({"messages": messages}))
+    (example,) = ChatEncoder(options(), tokenizer).examples({"messages": messages})
     runs = np.split(np.arange(len(example.ids)), [*bounds_of([example], 0)])[1::2]
     texts = [tokenizer.decode([example.ids[i] for i in run]) for run in runs]
     assert [text.strip(" ") for text in texts] == ["yes<|end|>", "no\n<|end|>"]
@@ -114,7 +114,7 @@ def test_a_template_that_drops_reasoning_makes_an_example_of_each_answer(tokeniz
     ]
     template = TEMPLATES["reasoning of earlier turns is dropped"]
     encoder = ChatEncoder(options(template), tokenizer)
-    first, second = encoder.examples(json.dumps({"messages": messages}))
+    first, second = encoder.examples({"messages": messages})
     for example, answer in ((first, messages[1]), (second, messages[3])):
         span = [i for i, label in enumerate(example.is_label) if label]
         assert span == [*range(span[0], span[-1] + 1)]
@@ -126,7 +126,7 @@ def test_a_template_that_drops_reasoning_makes_an_example_of_each_answer(tokeniz
 def test_marked_answers_are_the_labels(tokenizer):
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<a>no</a>"}]
     encoder = ChatEncoder(options(TEMPLATES["answers that are marked"]), tokenizer)
-    (example,) = encoder.examples(json.dumps({"messages": messages}))
+    (example,) = encoder.examples({"messages": messages})
     text = tokenizer.decode([i for i, x in zip(example.ids, example.is_label, strict=True) if x])
     assert text.strip(" ") == "<a>no</a></a>"
 
@@ -144,7 +144,7 @@ LONG = {"messages": [{"role": r, "content": "abc"} for r in ("user", "assistant"
 @pytest.mark.parametrize(("length", "num_answers"), [(21, 1), (24, 1), (46, 2), (66, 3)])
 def test_a_long_conversation_is_cut_after_an_answer(bytes_with_end, length, num_answers):
     encoder = ChatEncoder(options(max_length=length), bytes_with_end)
-    (example,) = encoder.examples(json.dumps(LONG))
+    (example,) = encoder.examples(LONG)
     assert len(example.ids) <= length
     assert example.was_cut == (num_answers < 3)
     assert example.is_label.sum() == 4 * num_answers  # Three bytes, and the end.
@@ -156,7 +156,7 @@ def test_a_long_conversation_is_cut_after_an_answer(bytes_with_end, length, num_
 @pytest.mark.parametrize("fields", [{"max_length": 15}, {"max_length": 30, "long": "leave_out"}])
 def test_a_conversation_without_a_whole_answer_that_fits_is_left_out(bytes_with_end, fields):
     with pytest.raises(RecordError, match=r"longer than \d+ tokens") as caught:
-        ChatEncoder(options(**fields), bytes_with_end).examples(json.dumps(LONG))
+        ChatEncoder(options(**fields), bytes_with_end).examples(LONG)
     assert not caught.value.is_fault
 
 
@@ -171,6 +171,6 @@ def test_a_conversation_without_a_whole_answer_that_fits_is_left_out(bytes_with_
 def test_messages_that_make_no_example_are_refused(bytes_with_end, content, template, reason):
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "b"}]
     with pytest.raises(RecordError) as caught:
-        ChatEncoder(options(template), bytes_with_end).examples(json.dumps({"messages": messages}))
+        ChatEncoder(options(template), bytes_with_end).examples({"messages": messages})
     assert caught.value.reason == reason
     assert caught.value.is_fault

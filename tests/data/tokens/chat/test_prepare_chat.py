@@ -46,15 +46,23 @@ def record(number):
 RECORDS = [record(i) for i in range(150)]
 
 
-def source(records=RECORDS):
-    return InMemorySource.default_config().set(texts=records).instantiate()
+def write_jsonl(path, records):
+    path.write_text("\n".join(records) + "\n")
+
+
+def source(folder, records=RECORDS):
+    """Returns a source of three files."""
+    folder.mkdir(exist_ok=True)
+    for i in range(3):
+        write_jsonl(folder / f"{i}.jsonl", records[i * 50 : (i + 1) * 50 if i < 2 else None])
+    return source_for_path(str(folder), text_field=None).instantiate()
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     """The folder of a store of several parts."""
     folder = tmp_path_factory.mktemp("data") / "store"
-    prepare(source(), TOKENIZER, str(folder), **CHAT)
+    prepare(source(folder.parent / "in"), TOKENIZER, str(folder), **CHAT)
     return str(folder)
 
 
@@ -81,7 +89,7 @@ def test_the_example_of_the_page(tmp_path):
 
 def examples():
     encoder = ChatEncoder(OPTIONS, TOKENIZER)
-    return [each for text in RECORDS for each in encoder.examples(text)]
+    return [each for text in RECORDS for each in encoder.examples(json.loads(text))]
 
 
 def test_batches_have_the_labels_of_the_examples(store):
@@ -147,7 +155,9 @@ def test_a_mixture_of_text_and_conversations_has_labels_of_both(store, tmp_path)
 
 
 def test_parts_and_processes_make_equal_stores(store, tmp_path):
-    again = prepare(source(), TOKENIZER, str(tmp_path / "again"), num_processes=2, **CHAT)
+    again = prepare(
+        source(tmp_path / "in"), TOKENIZER, str(tmp_path / "again"), num_processes=2, **CHAT
+    )
     first = TokenStore.default_config().set(path=store, split=None).instantiate()
     assert again.meta == first.meta
     np.testing.assert_array_equal(again.label_bounds, first.label_bounds)
@@ -161,14 +171,14 @@ def test_the_template_travels_with_the_store(store, tmp_path):
     assert (tmp_path / "chat_template.jinja").read_text() == chat_labels.TEMPLATE
 
 
-def test_another_template_makes_another_store(store):
+def test_another_template_makes_another_store(store, tmp_path):
     other = ChatOptions("x" + OPTIONS.template, **DAY)
     with pytest.raises(UserError, match="different chat"):
-        prepare(source(), TOKENIZER, store, chat=other, append_eos=False)
+        prepare(source(tmp_path), TOKENIZER, store, chat=other, append_eos=False)
     with pytest.raises(UserError, match=r"different .*chat"):
-        prepare(source(), TOKENIZER, store)
+        prepare(source(tmp_path), TOKENIZER, store)
     with pytest.raises(UserError, match="append_eos"):
-        prepare(source(), TOKENIZER, store, chat=other)
+        prepare(source(tmp_path), TOKENIZER, store, chat=other)
 
 
 def test_damaged_labels_are_found(store, tmp_path):
@@ -208,21 +218,19 @@ BAD = [
 
 
 def test_bad_records_are_errors_or_counted_by_reason(tmp_path, capfd):
-    with pytest.raises(BadRecordError, match=r"no message of an assistant.*skip_bad_records"):
-        prepare(source(RECORDS + BAD), TOKENIZER, str(tmp_path / "a"), **CHAT)
+    with pytest.raises(BadRecordError, match=r"2.jsonl:51: no message of an assistant.*skip_bad"):
+        prepare(source(tmp_path / "in", RECORDS + BAD), TOKENIZER, str(tmp_path / "a"), **CHAT)
     long = ChatOptions(**{**vars(OPTIONS), "max_length": 40})
     settings = CHAT | {"chat": long, "skip_bad_records": True}
-    made = prepare(source(RECORDS + BAD), TOKENIZER, str(tmp_path / "b"), **settings)
+    made = prepare(
+        source(tmp_path / "in", RECORDS + BAD), TOKENIZER, str(tmp_path / "b"), **settings
+    )
     report = capfd.readouterr().err
     assert "no message of an assistant: 2, unknown role: 1" in report
     num_long = sum(len(each.ids) > 40 for each in examples())
     assert f"{num_long} conversations cut" in report
     assert made.meta.num_bad_records == 3
     assert made.lengths.max() <= 40
-
-
-def write_jsonl(path, records):
-    path.write_text("\n".join(records) + "\n")
 
 
 def write_parquet(path, records):
@@ -258,3 +266,9 @@ def test_the_command_requires_a_template(tmp_path, capfd):
     flags = [f"--source={tmp_path / 'a.jsonl'}", f"--output={tmp_path / 'out'}"]
     assert cli.run(["prepare", *flags, "--tokenizer=bytes", "--format=chat"]) == 2
     assert "--chat_template" in capfd.readouterr().err
+
+
+def test_documents_in_memory_are_no_records(tmp_path):
+    texts = InMemorySource.default_config().set(texts=RECORDS).instantiate()
+    with pytest.raises(UserError, match="no records; prepare conversations from JSON lines"):
+        prepare(texts, TOKENIZER, str(tmp_path / "a"), **CHAT)
