@@ -15,6 +15,7 @@ import numpy as np
 
 from moelib.checkpoint.contents import CheckpointMismatchError
 from moelib.checkpoint.safetensors import TensorFolder, add_sums, write_tensors
+from moelib.core import tree
 from moelib.core.errors import UserError
 from moelib.core.param import specs_by_path
 from moelib.core.tree import Nested
@@ -37,6 +38,7 @@ from moelib.huggingface.tensors import (
     checkpoint_tensors,
     load_parameters,
 )
+from moelib.layers.adapter import has_adapters, is_adapter
 from moelib.models.causal_lm import CausalLM
 from moelib.parallel.sharding import abstract_arrays
 from moelib.runtime import storage
@@ -129,8 +131,8 @@ def replaced_parameters(
 ) -> Nested:
     """Returns the weights of a folder in place of initial parameters, on their devices.
 
-    State that only the run's model has, such as load counters, starts at 0. The initial parameters
-    are freed before any weight is read.
+    State that only the run's model has, such as load counters, starts at 0, and adapters keep their
+    initial values. The other initial parameters are freed before any weight is read.
 
     Args:
         params: Initial parameters of the run.
@@ -151,11 +153,12 @@ def replaced_parameters(
             raise CheckpointMismatchError(str(error)) from error
 
     family = agreed(read_family)
+    adapters, weights = tree.split(params, is_adapter)
     targets = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights
     )
-    jax.tree.map(lambda x: x.delete(), params)
-    return agreed(lambda: _read_tensors(folder, family, model, targets))
+    jax.tree.map(lambda x: x.delete(), weights)
+    return tree.merge(agreed(lambda: _read_tensors(folder, family, model, targets)), adapters)
 
 
 def _read_tensors(folder: str, family: Family, model: CausalLM, targets: Nested) -> Nested:
@@ -222,6 +225,7 @@ def save_pretrained(
 
     Raises:
         FileExistsError: If the folder holds tensors.
+        UserError: If the model has adapters.
         NoFamilyError: If transformers has no such model.
     """
     published = read_json(os.path.join(files_of, CONFIG_FILE)) if files_of else {}
@@ -292,6 +296,11 @@ def _family_and_settings(
     cfg: CausalLM.Config, published: Mapping[str, Any]
 ) -> tuple[Family, dict[str, Any]]:
     """Returns the family of a model and its config.json, the published one if it is the model's."""
+    if has_adapters(cfg):
+        raise UserError(
+            "the model has adapters, which its tensors cannot hold: merge them (--merge), or write "
+            "them for PEFT (--to_peft)."
+        )
     if published:
         try:
             return published_settings(published, cfg)

@@ -14,6 +14,7 @@ import numpy as np
 
 from moelib.core import tree
 from moelib.core.param import ParameterSpec, is_spec
+from moelib.layers.adapter import is_adapter
 from moelib.layers.transformer import BaseStack
 from moelib.models.multi_token_prediction import MULTI_TOKEN
 
@@ -83,7 +84,7 @@ def expand(model: Any, in_model: Table, in_layer: Table | LayerTable) -> list[Te
             parts, numbers = in_model.get(path), [None]
         if parts is not None:
             mappings += _expand_parameter(path, spec, parts, numbers)
-        elif spec.trainable:
+        elif spec.trainable and not is_adapter(path):
             unknown.append(path)
     if unknown:
         raise ValueError(f"No tensor of the Hugging Face model holds {', '.join(unknown)}.")

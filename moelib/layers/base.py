@@ -18,6 +18,7 @@ from moelib.core.param import Axes, Cast, FanAxes, Initializer, ParameterSpec, i
 from moelib.core.precision import check_float
 from moelib.core.tree import Nested
 from moelib.layers import initializers
+from moelib.layers.adapter import AdaptedWeight, LowRank
 from moelib.layers.quantization import Quantization, operand
 
 # Fields of the spec of a parameter that is stored and trained in float32, whatever the other dtypes
@@ -66,8 +67,9 @@ class BaseLayer(Module):
     looks_ahead: ClassVar[bool] = False
     # Whether auxiliary losses that this layer adds are to train its own parameters only.
     trains_itself: ClassVar[bool] = False
-    # Names of the weights that `quantization` applies to; the layer takes them from `operands`.
-    quantized: ClassVar[tuple[str, ...]] = ()
+    # Names of the weights that `quantization` and `adapter` apply to: the layer takes them from
+    # `operands`, and multiplies by `project`.
+    projections: ClassVar[tuple[str, ...]] = ()
 
     @config_class
     class Config(Module.Config):
@@ -79,6 +81,8 @@ class BaseLayer(Module):
         # Scheme of the matmuls of projections and experts, such as FP8_BLOCK; inherited, NONE at
         # the root. Routers, embeddings, heads, norms and attention scores are never quantized.
         quantization: Quantization | None = None
+        # Trained change of each weight in `projections`, which are then frozen; not inherited.
+        adapter: LowRank.Config | None = None
 
         if TYPE_CHECKING:  # A field of this type holds any subclass; its fields may be set.
 
@@ -181,8 +185,8 @@ class BaseLayer(Module):
     def operands(self, params: Nested, dtype: Any) -> Nested:
         """Returns parameters of this layer, or of those inside, as operands of a dtype.
 
-        They are cast, as inputs may come from a layer of another `dtype`, and those that a layer
-        quantizes are each a `QuantizedWeight`.
+        They are cast, as inputs may come from a layer of another `dtype`. Those that a layer
+        quantizes are each a `QuantizedWeight`, and those with an adapter an `AdaptedWeight`.
         """
         specs = self.create_parameter_specs_recursively()
         used = {name: specs[name] for name in params}
@@ -190,7 +194,12 @@ class BaseLayer(Module):
         def cast(spec: ParameterSpec, value: Any) -> Any:
             return operand(value, spec, dtype)
 
-        return jax.tree.map(cast, used, params, is_leaf=is_spec)
+        return self.with_adapters(jax.tree.map(cast, used, params, is_leaf=is_spec))
+
+    def with_adapters(self, params: Nested) -> Nested:
+        """Returns parameters of this layer with each adapted weight as an `AdaptedWeight`."""
+        adapter = self.config.adapter
+        return params if adapter is None else adapter.instantiate().joined(params)
 
     @property
     def cache(self) -> dict[str, jax.Array] | None:
@@ -271,7 +280,7 @@ class BaseLayer(Module):
             scheme = layer.config.quantization
             if scheme in (None, Quantization.NONE):
                 continue
-            inside = [each for each, _ in layer.walk() if each.quantized]
+            inside = [each for each, _ in layer.walk() if each.projections]
             if all(each._inherited("quantization") is not scheme for each in inside):
                 advice = "remove it, or theirs" if inside else "remove it, or set it on the decoder"
                 which = "that it applies to" if inside else "that can be quantized"
@@ -330,6 +339,23 @@ class BaseLayer(Module):
                 state[name] = self._per_copy(name, layer.end_step_recursively)(state[name])
         return state
 
+    def merge_adapters_recursively(self, params: Nested) -> Nested:
+        """Returns the parameters of the layer without adapters: W + scale A B, summed in float32.
+
+        Weights keep their dtypes.
+        """
+        layers, specs = self._layers(), self.layer_parameter_specs()
+        own = {name: value for name, value in params.items() if name not in layers}
+        merged = {
+            name: x.merged(specs[name].fan_axes) if isinstance(x, AdaptedWeight) else x
+            for name, x in self.with_adapters(own).items()
+        }
+        for name, layer in layers.items():
+            if name in params:
+                merge = self._per_copy(name, layer.merge_adapters_recursively)
+                merged[name] = merge(params[name])
+        return merged
+
     def active_parameters(self) -> int:
         """Returns the number of trainable parameters that one token uses, in all layers inside."""
         return sum(times * layer._own_active_parameters() for layer, times in self.walk())
@@ -356,7 +382,7 @@ class BaseLayer(Module):
         """Returns the specs of this layer's own parameters, with dtype and initializer set.
 
         Raises:
-            UserError: If a dimension is below 1.
+            UserError: If a dimension is below 1, or `adapter` is set where it applies to no weight.
         """
         dtype = self._inherited("dtype") or "float32"
         scheme = self._inherited("quantization")
@@ -368,15 +394,31 @@ class BaseLayer(Module):
                     f"{self._title()}: the shape of {name!r} is {spec.shape} (axes {spec.axes}); "
                     "set the sizes of which it is made to 1 or more."
                 )
-        return {
+        specs = {
             name: dataclasses.replace(
                 spec,
                 dtype=spec.dtype or dtype,
                 initializer=spec.initializer or self._initializer(),
-                quantization=scheme if name in self.quantized else None,
+                quantization=scheme if name in self.projections else None,
             )
             for name, spec in specs.items()
         }
+        return specs | self._adapter_specs(specs)
+
+    def _adapter_specs(self, specs: dict[str, ParameterSpec]) -> dict[str, ParameterSpec]:
+        """Returns the specs of the adapters of this layer's weights."""
+        if self.config.adapter is None:
+            return {}
+        adapter = self.config.adapter.instantiate()
+        if not (names := [name for name in specs if name in self.projections]):
+            raise UserError(
+                f"{self._title()}: adapter is set, but {type(self).__qualname__} has no weight "
+                "that it applies to; set it to None, or on layers such as attention or experts."
+            )
+        adapters: dict[str, ParameterSpec] = {}
+        for name in names:
+            adapters |= adapter.specs(name, specs[name])
+        return adapters
 
     def _initialize_layer_parameters(self, prng_key: jax.Array, prebuilt: Nested) -> Nested:
         """Returns initial values of this layer's own parameters, or the prebuilt ones."""

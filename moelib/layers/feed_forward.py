@@ -17,7 +17,7 @@ from moelib.parallel.sharding import constrain
 class FeedForward(BaseLayer):
     """y = f(x W_gate) * (x W_up) W_down, or f(x W_up) W_down without a gate."""
 
-    quantized: ClassVar[tuple[str, ...]] = ("up", "down")
+    projections: ClassVar[tuple[str, ...]] = ("up", "down")
 
     @config_class
     class Config(BaseLayer.Config):

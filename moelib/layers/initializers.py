@@ -46,6 +46,19 @@ def fan_in_normal(scale: float = 1.0) -> Initializer:
 
 
 @functools.cache
+def fan_in_uniform() -> Initializer:
+    """Returns an initializer that draws from U(-s, s) with s = 1 / sqrt(fan-in), as PyTorch."""
+
+    def init(key: jax.Array, spec: ParameterSpec) -> jax.Array:
+        fan_in, _ = spec.fans()
+        bound = 1 / math.sqrt(fan_in)
+        values = jax.random.uniform(key, spec.shape, jnp.float32, -bound, bound)
+        return values.astype(spec.dtype)
+
+    return init
+
+
+@functools.cache
 def constant(value: float = 0.0) -> Initializer:
     """Returns an initializer to a constant value."""
 

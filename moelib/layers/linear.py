@@ -13,7 +13,7 @@ from moelib.layers.quantization import project
 class Linear(BaseLayer):
     """A linear map of the last dimension, with an optional bias."""
 
-    quantized: ClassVar[tuple[str, ...]] = ("weight",)
+    projections: ClassVar[tuple[str, ...]] = ("weight",)
 
     @config_class
     class Config(BaseLayer.Config):

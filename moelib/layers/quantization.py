@@ -1,6 +1,6 @@
 """Quantized weights of layers: when they are quantized, and how activations are multiplied by them.
 
-A layer names its weights in `BaseLayer.quantized`, takes them from `operands`, and multiplies by
+A layer names its weights in `BaseLayer.projections`, takes them from `operands`, and multiplies by
 `project`. A training step quantizes each weight once, before its micro-batches, in a pipeline too;
 elsewhere the layer does it at use.
 """
@@ -28,6 +28,7 @@ from moelib.kernels.quantized_matmul import (
     quantized_gmm,
     quantized_matmul,
 )
+from moelib.layers.adapter import AdaptedWeight, join_frozen, split_frozen
 from moelib.layers.remat import save_dot
 from moelib.parallel.sharding import (
     current_mesh,
@@ -94,6 +95,9 @@ class QuantizedWeight:
         return self.matrix(num_inputs).dequantized(dtype).reshape(self.shape)
 
 
+Weight = Array | QuantizedWeight | AdaptedWeight
+
+
 def divided(weight: Any, split: PartitionSpec, kept: Sequence[str]) -> tuple[Any, Any]:
     """Returns a weight whose scales can be divided over devices, and its sharding.
 
@@ -144,24 +148,34 @@ def quantized_weights(params: Nested, specs: Nested, dtype: Any) -> dict[str, Qu
 
 
 def split_gradients(params: Any) -> tuple[Any, Any]:
-    """Returns the arrays that take the gradients of parameters, and quantized values or None."""
-    leaves, structure = jax.tree.flatten(params, is_leaf=_is_quantized)
-    gradient_of = [x.gradient_of if _is_quantized(x) else x for x in leaves]
-    quantized = [x.quantized if _is_quantized(x) else None for x in leaves]
-    return structure.unflatten(gradient_of), structure.unflatten(quantized)
+    """Returns the arrays that take the gradients of parameters, and those without, or None.
+
+    The latter are quantized values, and weights with an adapter.
+    """
+
+    def split(x: Any) -> tuple[Any, Any]:
+        if isinstance(x, AdaptedWeight):
+            return split_frozen(x)
+        return (x.gradient_of, x.quantized) if isinstance(x, QuantizedWeight) else (x, None)
+
+    leaves, structure = jax.tree.flatten(params, is_leaf=_is_unit)
+    pairs = [split(x) for x in leaves]
+    return structure.unflatten(p[0] for p in pairs), structure.unflatten(p[1] for p in pairs)
 
 
-def join_gradients(gradient_of: Any, quantized: Any) -> Any:
+def join_gradients(gradient_of: Any, others: Any) -> Any:
     """Returns the parameters of which `split_gradients` gave the parts."""
 
-    def join(x: Any, values: Quantized | None) -> Any:
-        return x if values is None else QuantizedWeight(values, x)
+    def join(x: Any, other: Any) -> Any:
+        if isinstance(x, AdaptedWeight):
+            return join_frozen(x, other)
+        return x if other is None else QuantizedWeight(other, x)
 
-    return jax.tree.map(join, gradient_of, quantized)
+    return jax.tree.map(join, gradient_of, others, is_leaf=_is_unit)
 
 
-def _is_quantized(x: Any) -> bool:
-    return isinstance(x, QuantizedWeight)
+def _is_unit(x: Any) -> bool:
+    return isinstance(x, AdaptedWeight | QuantizedWeight)
 
 
 def operand(value: Any, spec: ParameterSpec, dtype: Any) -> Any:
@@ -177,10 +191,11 @@ def operand(value: Any, spec: ParameterSpec, dtype: Any) -> Any:
     return dataclasses.replace(value, axes=spec.axes)
 
 
-def project(
-    x: Float[Array, "... D"], weight: Array | QuantizedWeight, *, num_inputs: int = 1
-) -> Array:
+def project(x: Float[Array, "... D"], weight: Weight, *, num_inputs: int = 1) -> Array:
     """Returns x W, summed over the last dimensions of x and the first `num_inputs` of W."""
+    if isinstance(weight, AdaptedWeight):
+        y = project(x, weight.frozen, num_inputs=num_inputs)
+        return y + weight.change(x, num_inputs=num_inputs)
     wide = precision.is_reduced_in_float32(x.dtype)
     if not isinstance(weight, QuantizedWeight):
         return (precision.tensordot if wide else jnp.tensordot)(x, weight, num_inputs)
@@ -194,17 +209,26 @@ def project(
     return save_dot(y.reshape(*lead, *weight.shape[num_inputs:]))
 
 
-def batched_project(rows: Float[Array, "E C D"], weight: Array | QuantizedWeight) -> Array:
+def batched_project(rows: Float[Array, "E C D"], weight: Weight) -> Array:
     """Returns the rows of each group times its matrix [E, D, F]."""
+    if isinstance(weight, AdaptedWeight):
+        inside = batched_project(rows, weight.a)
+        return batched_project(rows, weight.frozen) + weight.scale * batched_project(
+            inside, weight.b
+        )
     if not isinstance(weight, QuantizedWeight):
         return jnp.einsum("ecd,edf->ecf", rows, weight)
     return quantized_matmul(rows, weight.quantized, weight.gradient_of)
 
 
 def grouped_project(
-    rows: Float[Array, "R D"], weight: Array | QuantizedWeight, group_sizes: Int[Array, "E"]
+    rows: Float[Array, "R D"], weight: Weight, group_sizes: Int[Array, "E"]
 ) -> Array:
     """Returns rows, sorted by group, times the matrices [E, D, F] of their groups."""
+    if isinstance(weight, AdaptedWeight):
+        inside = gmm(rows, weight.a, group_sizes)  # [R, r]
+        change = weight.scale * gmm(inside, weight.b, group_sizes)
+        return grouped_project(rows, weight.frozen, group_sizes) + change
     if not isinstance(weight, QuantizedWeight):
         return gmm(rows, weight, group_sizes)
     return quantized_gmm(rows, weight.quantized, weight.gradient_of, group_sizes)

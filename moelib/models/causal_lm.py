@@ -75,6 +75,11 @@ class CausalLM(StackedModel):
                     f"{self._title()}: lm_head.quantization is {cfg.lm_head.quantization}, but the "
                     "loss takes no quantized head; set it to None."
                 )
+            if cfg.lm_head.adapter is not None:
+                raise UserError(
+                    f"{self._title()}: lm_head.adapter is set, but the loss takes no adapted head; "
+                    "set it to None."
+                )
             head = cfg.lm_head.clone(
                 input_dim=cfg.dim,
                 output_dim=cfg.vocab_size,

@@ -28,6 +28,7 @@ from moelib.core.config_text import text_lines
 from moelib.core.errors import UserError
 from moelib.core.tree import Nested
 from moelib.huggingface import pretrained
+from moelib.layers.adapter import is_adapter
 from moelib.runs.course import INIT_FROM
 from moelib.runs.folder import RunFolder
 from moelib.runtime import storage
@@ -189,7 +190,7 @@ def sources(
 
     Args:
         there: Paths of the parameters of the other run.
-        here: Paths of the parameters of this run.
+        here: Paths of the parameters of this run. Adapters that the other run lacks start anew.
         rules: Rules of `InitFrom.Config`.
         run: The other run, for errors.
 
@@ -215,7 +216,8 @@ def sources(
             f"init_from: {run} has a parameter {names[extra[0]]!r}, which is none of this run; "
             f"{nearest} Rename it by a rule 'regex -> replacement', or drop it by 'regex ->'."
         )
-    if missing := [name for name in here if name not in names and name not in kept]:
+    given = {*names, *kept}
+    if missing := [name for name in here if name not in given and not is_adapter(name)]:
         nearest = did_you_mean(missing[0], set(there) - {missing[0]})
         raise UserError(
             f"init_from: {run} has no parameter {missing[0]!r}; {nearest} "

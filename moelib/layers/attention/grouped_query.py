@@ -29,7 +29,7 @@ class GroupedQueryAttention(BaseLayer):
     Source: Ainslie et al., arXiv:2305.13245. QK-norm: Dehghani et al., arXiv:2302.05442.
     """
 
-    quantized: ClassVar[tuple[str, ...]] = ("q", "kv", "gate", "output")
+    projections: ClassVar[tuple[str, ...]] = ("q", "kv", "gate", "output")
 
     @config_class
     class Config(BaseLayer.Config):

@@ -34,7 +34,7 @@ class Indexer(BaseLayer):
     Source: DeepSeek-V3.2, arXiv:2512.02556, section 2.
     """
 
-    quantized: ClassVar[tuple[str, ...]] = ("q", "k")
+    projections: ClassVar[tuple[str, ...]] = ("q", "k")
     trains_itself: ClassVar[bool] = True
 
     @config_class

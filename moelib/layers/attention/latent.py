@@ -5,6 +5,7 @@ new token is computed without keys and values of the earlier ones: the projectio
 multiplied into its query and its output ("absorbed").
 """
 
+import dataclasses
 import functools
 from typing import Any, ClassVar
 
@@ -16,8 +17,9 @@ from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.config_types import PositiveFloat, PositiveInt
 from moelib.core.errors import UserError
 from moelib.core.module import in_context
-from moelib.core.param import ParameterSpec
+from moelib.core.param import FanAxes, ParameterSpec
 from moelib.kernels.flash_attention import CONTEXT, MaskSpec
+from moelib.layers.adapter import AdaptedWeight, adapter_names
 from moelib.layers.attention.cached import attend_to_cache, store
 from moelib.layers.attention.indexer import Indexer
 from moelib.layers.attention.on_mesh import attend, attention_weights
@@ -40,7 +42,7 @@ class LatentAttention(BaseLayer):
     Source: DeepSeek-V2, arXiv:2405.04434, eq. 9 to 19, with the norms of section 3.1.2.
     """
 
-    quantized: ClassVar[tuple[str, ...]] = (
+    projections: ClassVar[tuple[str, ...]] = (
         *("q", "q_down", "q_up", "kv_down", "k_rope", "kv_up", "output"),
     )
 
@@ -234,6 +236,14 @@ class LatentAttention(BaseLayer):
     def _absorbed_up(self, q: Float[Array, "B S H qk"]) -> Float[Array, "latent H kv"]:
         """Returns the projection of latents to keys and values, in the dtype of q."""
         up = self._weight("kv_up", q)
+        if isinstance(up, AdaptedWeight):
+            whole = dataclasses.replace(up, weight=self._as_array(up.frozen, q))
+            return whole.merged(FanAxes((0,), (1, 2)))
+        return self._as_array(up, q)
+
+    def _as_array(
+        self, up: Array | QuantizedWeight, q: Float[Array, "B S H qk"]
+    ) -> Float[Array, "latent H kv"]:
         if not isinstance(up, QuantizedWeight):
             return up
         values = up.dequantized(q.dtype, num_inputs=1)
@@ -280,7 +290,9 @@ class LatentAttention(BaseLayer):
         return x if self.config.rope is None else self.rope(x, positions)
 
     def _weight(self, name: str, x: Float[Array, "..."]) -> Any:
-        return self.operands({name: self.own_parameters[name]}, x.dtype)[name]
+        params = self.own_parameters
+        used = {each: params[each] for each in (name, *adapter_names(name)) if each in params}
+        return self.operands(used, x.dtype)[name]
 
     def _own_forward_flops_per_token(self, seq_len: int) -> float:
         cfg: LatentAttention.Config = self.config

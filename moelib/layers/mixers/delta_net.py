@@ -34,7 +34,7 @@ class DeltaNet(BaseLayer):
     `log_decay_rate` and `decay_bias`.
     """
 
-    quantized: ClassVar[tuple[str, ...]] = ("qk", "v", "output")
+    projections: ClassVar[tuple[str, ...]] = ("qk", "v", "output")
 
     @config_class
     class Config(BaseLayer.Config):

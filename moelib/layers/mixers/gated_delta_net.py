@@ -20,7 +20,7 @@ class GatedDeltaNet(DeltaNet):
     Source: Yang et al., arXiv:2412.06464, section 3.4, as in Qwen3-Next.
     """
 
-    quantized: ClassVar[tuple[str, ...]] = (*DeltaNet.quantized, "gate")
+    projections: ClassVar[tuple[str, ...]] = (*DeltaNet.projections, "gate")
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg = self.config

@@ -22,7 +22,7 @@ class KimiDeltaAttention(DeltaNet):
     Source: Kimi Linear, arXiv:2510.26692, section 3.
     """
 
-    quantized: ClassVar[tuple[str, ...]] = (*DeltaNet.quantized, "gate_up")
+    projections: ClassVar[tuple[str, ...]] = (*DeltaNet.projections, "gate_up")
 
     @config_class
     class Config(DeltaNet.Config):

@@ -32,7 +32,7 @@ class Mamba2(BaseLayer):
     Source: Dao and Gu, arXiv:2405.21060, sections 6 and 7, as in Nemotron-H and Granite 4.
     """
 
-    quantized: ClassVar[tuple[str, ...]] = ("x", "gate", "bc", "output")
+    projections: ClassVar[tuple[str, ...]] = ("x", "gate", "bc", "output")
 
     @config_class
     class Config(BaseLayer.Config):

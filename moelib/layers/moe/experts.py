@@ -11,6 +11,7 @@ from moelib.core.param import ParameterSpec
 from moelib.core.tree import Nested
 from moelib.kernels.gmm import gmm_activated
 from moelib.layers.activation import Activation
+from moelib.layers.adapter import AdaptedWeight
 from moelib.layers.base import BaseLayer, bias_spec, weight_spec
 from moelib.layers.quantization import QuantizedWeight, batched_project, grouped_project
 from moelib.layers.remat import is_saved, save_activation
@@ -26,7 +27,7 @@ class FeedForwardExperts(BaseLayer):
 
     # Added to sums over the hidden dimension; of the devices that share it, one adds them.
     added_once: ClassVar[tuple[str, ...]] = ("down_bias",)
-    quantized: ClassVar[tuple[str, ...]] = ("up", "down")
+    projections: ClassVar[tuple[str, ...]] = ("up", "down")
 
     @config_class
     class Config(BaseLayer.Config):
@@ -89,8 +90,8 @@ class FeedForwardExperts(BaseLayer):
         give zeros.
         """
         params = {name: x.astype(rows.dtype) for name, x in params.items()}  # Float32 biases too.
-        if isinstance(params["up"], QuantizedWeight):
-            hidden = self._quantized_hidden(params, rows, group_sizes)
+        if isinstance(params["up"], AdaptedWeight | QuantizedWeight):
+            hidden = self._unfused_hidden(params, rows, group_sizes)
         else:
             hidden = gmm_activated(
                 rows,
@@ -104,7 +105,7 @@ class FeedForwardExperts(BaseLayer):
         y = grouped_project(hidden, params["down"], group_sizes)
         return save_activation(y, "experts_down")
 
-    def _quantized_hidden(
+    def _unfused_hidden(
         self, params: Nested, rows: Float[Array, "R D"], group_sizes: Int[Array, "E"]
     ) -> Float[Array, "R F"]:
         """Returns the activations between the matmuls: zeros for rows of no group."""

@@ -158,7 +158,7 @@ class MoELayer(BaseLayer):
         context = DispatchContext(self.config.num_experts, placement.experts, placement.sequence)
         specs = self.experts.create_parameter_specs_recursively()
         splits = sharding.partition_specs(specs, shape, prefix=f"{title}: experts/")
-        splits, params = placement.at_use(splits, params)
+        splits, params = placement.at_use(self.experts.with_adapters(splits), params)
 
         def on_each_device(params: Nested, x: Array, assignments: Assignments) -> Dispatched:
             params = placement.gathered(splits, params, self.experts.added_once)
