@@ -9,7 +9,6 @@ A run that was killed resumes when the same command is run again.
 """
 
 import dataclasses
-import datetime
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -99,7 +98,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     check_splits(splits)  # Before a tokenizer is trained, which takes minutes.
     source = source_for(flags, flags.source).instantiate()
     tokenizer = _tokenizer(flags, flags.output, source, splits)
-    chat = _chat_options(flags, tokenizer) if flags.format == "chat" else None
+    chat = _chat_options(flags, tokenizer, source) if flags.format == "chat" else None
     settings: dict[str, Any] = {
         "append_eos": flags.append_eos and chat is None,
         "prepend_bos": flags.prepend_bos,
@@ -119,9 +118,9 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         prepare_share(preparation, tokenizer, share, **work)
 
 
-def _chat_options(flags: Flags, tokenizer: Any) -> Any:
+def _chat_options(flags: Flags, tokenizer: Any, source: Any) -> Any:
     """Returns the settings of conversations. Raises UsageError without a template."""
-    from moelib.data.tokens.chat.labels import ChatOptions
+    from moelib.data.tokens.chat.labels import chat_options
     from moelib.data.tokens.chat.template import find_template
 
     path = flags.tokenizer or ""
@@ -132,13 +131,8 @@ def _chat_options(flags: Flags, tokenizer: Any) -> Any:
             f"--format=chat: {folder} has no chat template; set --chat_template to chatml, llama3, "
             "plain or a file of Jinja."
         )
-    return ChatOptions(
-        template.source,
-        **template.tokens,
-        today=datetime.date.today().isoformat(),
-        max_length=flags.seq_len,
-        long="leave_out" if flags.leave_out_long else "cut",
-    )
+    long = "leave_out" if flags.leave_out_long else "cut"
+    return chat_options(template, source, max_length=flags.seq_len, long=long)
 
 
 def _num_cores() -> int:

@@ -15,6 +15,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from moelib.data.sources.files import files_of
+from moelib.data.sources.source import Source
 from moelib.data.tokens.chat.conversation import Conversation, RecordError, read_conversation
 from moelib.data.tokens.chat.template import ChatTemplate, Rendered, TemplateError
 from moelib.data.tokens.tokenizer import Tokenizer
@@ -41,6 +43,25 @@ class ChatOptions:
             eos_token=self.eos_token,
             today=datetime.date.fromisoformat(self.today),
         )
+
+
+def chat_options(template: ChatTemplate, source: Source, **fields: Any) -> ChatOptions:
+    """Returns the settings of a source's conversations.
+
+    The day that the template may show is that of the newest file of the source, so that the same
+    files make the same store on any day.
+
+    Args:
+        template: The template.
+        source: The conversations.
+        **fields: Further fields of `ChatOptions`.
+    """
+    stamps: list[int] = []
+    if "strftime_now" in template.source:
+        stamps = [file.modified_ns for part in source.parts() for file in files_of(part)]
+    day = datetime.datetime.fromtimestamp(max(stamps, default=0) / 1e9, datetime.UTC).date()
+    fields = {"today": day.isoformat(), **fields}
+    return ChatOptions(template.source, **template.tokens, **fields)
 
 
 class Example(NamedTuple):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import shutil
 
 import jax
@@ -18,8 +19,8 @@ from moelib.data.batches.mixture import Mixture
 from moelib.data.batches.packing import DocumentBoundary, LongDocuments, Packing
 from moelib.data.sources.source import BadRecordError, InMemorySource
 from moelib.data.sources.source_for_path import source_for_path
-from moelib.data.tokens.chat.labels import ChatEncoder, ChatOptions
-from moelib.data.tokens.chat.template import find_template
+from moelib.data.tokens.chat.labels import ChatEncoder, ChatOptions, chat_options
+from moelib.data.tokens.chat.template import ChatTemplate, find_template
 from moelib.data.tokens.prepare import prepare
 from moelib.data.tokens.token_store import TokenStore
 from moelib.data.tokens.tokenizer import ByteTokenizer
@@ -80,8 +81,8 @@ def test_the_example_of_the_page(tmp_path):
     # --8<-- [start:python]
     tokenizer = ByteTokenizer.default_config().instantiate()
     template = find_template(None, "plain", tokenizer)
-    chat = ChatOptions(template.source, **template.tokens, today="2026-01-01", max_length=512)
     records = source_for_path(path, text_field=None).instantiate()
+    chat = chat_options(template, records, max_length=512)
     store = prepare(records, tokenizer, path + ".store", chat=chat, append_eos=False)
     # --8<-- [end:python]
     assert store.num_documents == len(RECORDS)
@@ -259,6 +260,15 @@ def test_the_command_reads_files_of_records(tmp_path, name, write, capfd):
     made = TokenStore.default_config().set(path=str(tmp_path / "out")).instantiate()
     texts = [f"User:\nquestion {i}.0\n\nAssistant:\n{i}<|endoftext|>\n\n" for i in range(0, 150, 3)]
     assert [*made.texts()] == texts
+
+
+def test_the_day_of_the_template_is_that_of_the_data(tmp_path):
+    records = source(tmp_path / "in")
+    os.utime(tmp_path / "in" / "1.jsonl", (2e9, 2e9))
+    records = source_for_path(str(tmp_path / "in"), text_field=None).instantiate()
+    template = ChatTemplate("{{ strftime_now('%Y') }}")
+    assert chat_options(template, records).today == "2033-05-18"
+    assert chat_options(ChatTemplate("no day"), records).today == "1970-01-01"
 
 
 def test_the_command_requires_a_template(tmp_path, capfd):
