@@ -2,6 +2,7 @@
 
 moelib convert --from_hf=MODEL --to=RUN
 moelib convert --trainer_dir=RUN --to_hf=MODEL
+moelib convert --trainer_dir=RUN --to_peft=ADAPTER
 moelib convert --trainer_dir=RUN --to_safetensors=FOLDER
 """
 
@@ -14,7 +15,8 @@ from moelib.core.errors import UsageError
 from moelib.launch import import_module
 from moelib.runtime.command_line import flag, no_arguments
 
-_WAYS = (("from_hf", "to"), ("trainer_dir", "to_hf"), ("trainer_dir", "to_safetensors"))
+_TARGETS = ("to_hf", "to_peft", "to_safetensors")
+_WAYS = (("from_hf", "to"), *(("trainer_dir", name) for name in _TARGETS))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,8 @@ class Flags:
     trainer_dir: str | None = flag(None, "Folder of the run to read.")
     step: int | None = flag(None, "Step of the run's checkpoint; the newest by default.")
     to_hf: str | None = flag(None, "Folder of the Hugging Face model to create from a run.")
+    merge: bool = flag(False, "Whether --to_hf adds adapters to the weights.")
+    to_peft: str | None = flag(None, "Folder of the adapter to create for PEFT from a run.")
     to_safetensors: str | None = flag(
         None, "Folder for all arrays of a run's checkpoint, as safetensors and tensors.json."
     )
@@ -54,9 +58,11 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     if tuple(given) not in _WAYS:
         found = ", ".join(f"--{name}" for name in given) or "none of them"
         raise UsageError(
-            "set --from_hf and --to, or --trainer_dir and one of --to_hf and --to_safetensors; "
-            f"found {found}."
+            "set --from_hf and --to, or --trainer_dir and one of --to_hf, --to_peft and "
+            f"--to_safetensors; found {found}."
         )
+    if flags.merge and not flags.to_hf:
+        raise UsageError("--merge requires --to_hf.")
     from moelib.runs.loading import as_mesh
     from moelib.train import convert
 
@@ -82,13 +88,19 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
             mesh=mesh,
             module_dir=flags.module_dir,
             skip_checksums=flags.skip_checksums,
+            merge=flags.merge,
         )
         files = ", ".join(sorted(os.listdir(flags.to_hf)))
         print(f"Wrote {architecture} to {flags.to_hf}: {files}.")
+    elif flags.trainer_dir and flags.to_peft:
+        _refuse(flags, "--to_peft", "dtype", "mesh")
+        skip = flags.skip_checksums
+        num = convert.to_peft(
+            flags.trainer_dir, flags.to_peft, step=flags.step, skip_checksums=skip
+        )
+        print(f"Wrote the adapters of {num} tensors to {flags.to_peft}.")
     elif flags.trainer_dir and flags.to_safetensors:
-        for name in ("dtype", "mesh"):
-            if getattr(flags, name):
-                raise UsageError(f"--{name} is not for --to_safetensors; leave it out.")
+        _refuse(flags, "--to_safetensors", "dtype", "mesh")
         step = convert.to_safetensors(
             flags.trainer_dir,
             flags.to_safetensors,
@@ -96,3 +108,10 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
             skip_checksums=flags.skip_checksums,
         )
         print(f"Wrote the arrays of step {step} to {flags.to_safetensors}.")
+
+
+def _refuse(flags: Flags, target: str, *names: str) -> None:
+    """Raises UsageError if a flag is set that a target does not use."""
+    for name in names:
+        if getattr(flags, name):
+            raise UsageError(f"--{name} is not for {target}; leave it out.")

@@ -1,8 +1,10 @@
 """Conversion between run folders and Hugging Face folders, and to plain tensors."""
 
+import functools
 import os
 from collections.abc import Iterable
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -17,6 +19,8 @@ from moelib.checkpoint.safetensors import (
     write_tensors,
 )
 from moelib.core.errors import UserError, first_line
+from moelib.core.tree import Nested
+from moelib.huggingface.peft import save_adapter
 from moelib.huggingface.pretrained import (
     FILES,
     copy_files,
@@ -24,6 +28,8 @@ from moelib.huggingface.pretrained import (
     read_config,
     save_pretrained,
 )
+from moelib.layers.adapter import has_adapters, without_adapters
+from moelib.layers.base import BaseLayer
 from moelib.runs.folder import RunFolder
 from moelib.runs.loading import load_model, stop_ids_of_model, tokenizer_of_model
 from moelib.runtime import storage
@@ -97,6 +103,7 @@ def to_hugging_face(
     mesh: Mesh | None = None,
     module_dir: str | None = None,
     skip_checksums: bool = False,
+    merge: bool = False,
 ) -> str:
     """Writes the model of a run for transformers; returns the name of its architecture.
 
@@ -111,8 +118,10 @@ def to_hugging_face(
         mesh: Mesh that holds the parameters during conversion; None for the first device.
         module_dir: Folder of the modules of the run's own layers, as for `load_model`.
         skip_checksums: Whether the arrays are not compared with their checksums.
+        merge: Whether adapters are added to their weights, in float32.
 
     Raises:
+        UserError: If `merge` is set, and the model has no adapters.
         Exception: The errors of `load_model` and `save_pretrained`.
     """
     loaded = load_model(
@@ -124,14 +133,19 @@ def to_hugging_face(
         require_tokenizer=False,
         skip_checksums=skip_checksums,
     )
+    cfg, params = loaded.model.config, loaded.parameters
+    if merge:
+        if not has_adapters(cfg):
+            raise UserError(f"merge: the model of {trainer_dir} has no adapters; leave it out.")
+        cfg, params = without_adapters(cfg), merged_adapters(loaded.model, params)
     tokenizer, stop_ids = loaded.tokenizer, list(loaded.stop_ids)
     settings = {"eos_token_id": tokenizer.eos_id} if tokenizer else {}
     if loaded.max_length is not None:
         settings["max_position_embeddings"] = loaded.max_length
     return save_pretrained(
         to,
-        loaded.model.config,
-        loaded.parameters,
+        cfg,
+        params,
         dtype=dtype,
         tokenizer=tokenizer,
         files_of=trainer_dir,
@@ -140,6 +154,38 @@ def to_hugging_face(
         if stop_ids
         else None,
     )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def merged_adapters(model: BaseLayer, params: Nested) -> Nested:
+    """Returns the parameters of the model without adapters, with W + scale A B as weights."""
+    return model.merge_adapters_recursively(params)
+
+
+def to_peft(
+    trainer_dir: str, to: str, *, step: int | None = None, skip_checksums: bool = False
+) -> int:
+    """Writes the adapters of a run for PEFT; returns the number of adapted tensors.
+
+    Args:
+        trainer_dir: Folder of the run.
+        to: Folder of the adapter, which is created.
+        step: Step of the checkpoint; None for the newest.
+        skip_checksums: Whether the arrays are not compared with their checksums.
+
+    Raises:
+        Exception: The errors of `load_model` and `moelib.huggingface.peft.save_adapter`.
+    """
+    loaded = load_model(
+        trainer_dir,
+        step=step,
+        dtype="stored",
+        require_tokenizer=False,
+        skip_checksums=skip_checksums,
+    )
+    start = getattr(loaded.config, "init_from", None)
+    base = "" if start is None else start.instantiate().folder
+    return save_adapter(to, loaded.model.config, loaded.parameters, base=base)
 
 
 TENSORS_FILE = "tensors.json"

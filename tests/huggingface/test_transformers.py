@@ -23,9 +23,7 @@ import optax
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import moelib
 from experiments import flame_moe
-from experiments.tasks import causal_lm, lora
 from moelib.core import tree
 from moelib.core.config import config_for_function
 from moelib.core.module import functional
@@ -36,10 +34,13 @@ from moelib.data.tokens.prepare import prepare
 from moelib.data.tokens.token_store import TokenStore
 from moelib.data.tokens.tokenizer import train_bpe
 from moelib.huggingface.families import read_model
+from moelib.huggingface.peft import save_adapter
 from moelib.huggingface.pretrained import load_pretrained, read_config, save_pretrained
+from moelib.layers.adapter import is_adapter
 from moelib.layers.initializers import normal
 from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.train import convert
+from moelib.train.adapters import add_adapters
 from moelib.train.init_from import InitFrom
 from tests.huggingface.parity_table import run
 from tests.huggingface.test_parity import TEXT_PARTS
@@ -230,44 +231,34 @@ def test_transformers_computes_what_flame_moe_does(name, python, tmp_path):
     check(python, cfg, params, tmp_path, architecture)
 
 
-def test_peft_loads_the_adapter_of_the_lora_example_and_computes_the_same(python, tmp_path):
-    model, tokenizer = causal_lm.small_model()
-    params = causal_lm.task_of(model, tokenizer).init(jax.random.key(0))
-    causal_lm.export(str(tmp_path / "base"), model, params, tokenizer)
-    with jax.numpy_dtype_promotion("standard"):  # Optax mixes dtypes in its updates.
-        lora.run(str(tmp_path), max_step=6)
-    ids = jax.random.randint(jax.random.key(1), (2, 12), 0, 257)
-    merged = moelib.load_model(tmp_path / "merged")
-    ours, text = greedy(merged.model, merged.parameters, ids)
-    _, base, _ = in_transformers(python, tmp_path / "base", ids)
-    _, adapted, generated = in_transformers(python, tmp_path / "base", ids, tmp_path / "adapter")
-    assert np.abs(adapted - base).max() > 0.1
-    np.testing.assert_allclose(adapted, ours, rtol=0, atol=1e-4)
-    np.testing.assert_array_equal(generated, text)
-
-
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "qwen2_moe", "deepseek_v3"])
-def test_peft_computes_the_same_with_an_adapter_of_a_model_with_biases_or_experts(
-    family, python, tmp_path
-):
+@pytest.mark.parametrize(
+    "family", ["llama3", "mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss"]
+)
+def test_peft_computes_the_same_with_the_adapters_of_a_model(family, python, tmp_path):
     shutil.copytree(HERE / "fixtures" / family, base := tmp_path / "base")
-    loaded = load_pretrained(str(base))
-    model, shapes = loaded.cfg.instantiate(parent=None), tree.by_path(loaded.params)
-    mappings = lora.adapted(model)
-    adapter = lora.make_adapter(jax.random.key(0), mappings, shapes)
-    for i, matrices in enumerate(adapter.values()):
-        b = matrices["lora_B"]
-        matrices["lora_B"] = 0.1 * jax.random.normal(jax.random.key(i), b.shape)
-    lora.save_adapter(str(tmp_path / "adapter"), adapter, str(base))
     (base / "expected.safetensors").unlink()
+    loaded = load_pretrained(str(base))
+    cfg = add_adapters(loaded.cfg.clone(), rank=4, alpha=4.0, rank_of_experts=3)
+    model = cfg.instantiate(parent=None)
+
+    def drawn(path, x):
+        key = jax.random.key(len(path))
+        return 0.3 * jax.random.normal(key, x.shape) if is_adapter(path) else x
+
+    params = model.initialize_parameters_recursively(jax.random.key(0), prebuilt=loaded.params)
+    params = tree.map_by_path(drawn, params)
+    save_adapter(str(tmp_path / "adapter"), cfg, params)
     ids = jax.random.randint(jax.random.key(1), (2, 12), 0, 40)
-    merged = lora.merged({"base": loaded.params, "adapter": adapter}, mappings)
-    ours, text = greedy(model, merged, ids)
+    ours, text = greedy(model, params, ids)
     _, before, _ = in_transformers(python, base, ids)
     _, theirs, generated = in_transformers(python, base, ids, tmp_path / "adapter")
     assert np.abs(theirs - before).max() > 0.1
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * max(1.0, np.abs(theirs).max()))
     np.testing.assert_array_equal(text, generated)
+    merged = convert.merged_adapters(model, params)
+    save_pretrained(str(tmp_path / "merged"), loaded.cfg, merged)
+    _, whole, _ = in_transformers(python, tmp_path / "merged", ids)
+    np.testing.assert_allclose(ours, whole, rtol=0, atol=1e-5 * max(1.0, np.abs(whole).max()))
 
 
 def run_of(folder, *, model=None, **fields):

@@ -35,6 +35,8 @@ if __name__ == "__main__":
         import peft
 
         warnings.simplefilter("error", UserWarning)  # PEFT warns of tensors that are missing.
+        # It looks for these among modules only, and finds those of parameters afterwards.
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match")
         model = peft.PeftModel.from_pretrained(model, adapter[0])
     else:
         model.save_pretrained(folder / "theirs")

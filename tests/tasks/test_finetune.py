@@ -1,0 +1,134 @@
+"""Fine-tuning of a Hugging Face folder: what is trained, exported and refused."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from moelib.core.errors import UsageError, UserError
+from moelib.data.sources.source import InMemorySource
+from moelib.data.tokens.prepare import prepare
+from moelib.data.tokens.tokenizer import ByteTokenizer
+from moelib.huggingface.families import read_model
+from moelib.huggingface.pretrained import save_pretrained
+from moelib.tasks.finetune import FineTuning, finetune, finetune_config, parameter_table
+from moelib.train import convert
+
+MODEL = {"model_type": "mixtral", "vocab_size": 264, "hidden_size": 16, "intermediate_size": 24}
+MODEL |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+MODEL |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Returns the folders of a model, and of text tokenized for it."""
+    root, tokenizer = tmp_path_factory.mktemp("base"), ByteTokenizer.default_config().instantiate()
+    cfg = read_model(MODEL, "MODEL")[1]
+    params = jax.jit(cfg.instantiate(parent=None).initialize_parameters_recursively)(
+        jax.random.key(0)
+    )
+    save_pretrained(str(root / "model"), cfg, params, tokenizer=tokenizer)
+    texts = [f"sentence number {i} of many" for i in range(64)]
+    prepare(
+        InMemorySource.default_config().set(texts=texts).instantiate(),
+        tokenizer,
+        str(root / "store"),
+    )
+    return root / "model", root / "store"
+
+
+def settings(folders, trainer_dir, **fields):
+    model, store = map(str, folders)
+    fields = {"max_step": 6, "batch_size": 8, "seq_len": 64, "lr": 1e-2, "lora_rank": 4} | fields
+    return FineTuning(model=model, data=store, trainer_dir=str(trainer_dir), **fields)
+
+
+def scale_of(found, name):
+    """Returns alpha / r of a module or parameter in the settings of PEFT."""
+    of = lambda patterns, default: next(
+        (x for regex, x in found[patterns].items() if re.fullmatch(regex, name)), found[default]
+    )
+    return of("alpha_pattern", "lora_alpha") / of("rank_pattern", "r")
+
+
+def test_adapters_are_trained_and_written_merged_and_for_peft(folders, tmp_path, capsys):
+    model, store = folders
+    run = tmp_path / "run"
+    # --8<-- [start:finetune]
+    settings = FineTuning(
+        model=str(model),  # A folder of Hugging Face.
+        data=str(store),  # A token store, prepared with the model's tokenizer.
+        trainer_dir=str(run),
+        lora_rank=4,
+        max_step=6,
+        batch_size=8,
+        seq_len=64,
+        lr=1e-2,
+        dtype="float32",
+    )
+    result = finetune(settings)
+    convert.to_peft(str(run), str(run / "adapter"))
+    convert.to_hugging_face(str(run), str(run / "merged"), merge=True)
+    # --8<-- [end:finetune]
+    assert result.step == 6
+    assert "trained" in capsys.readouterr().out
+    base, merged = (load_file(x / "model.safetensors") for x in (model, run / "merged"))
+    adapter = load_file(run / "adapter" / "adapter_model.safetensors")
+    found = json.loads((run / "adapter" / "adapter_config.json").read_text())
+    assert found["base_model_name_or_path"] == str(model)
+    assert base.keys() == merged.keys()
+    name = "model.layers.1.self_attn.k_proj"
+    a, b = (adapter[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
+    change = scale_of(found, name) * b @ a
+    assert np.abs(change).max() > 1e-4
+    np.testing.assert_allclose(merged[f"{name}.weight"] - base[f"{name}.weight"], change, atol=1e-6)
+    # Gate and up of an expert are one matrix there: A is stacked, and B block diagonal.
+    of_experts = "model.layers.0.mlp.experts.gate_up_proj"
+    assert of_experts in found["target_parameters"]
+    name = "base_model.model.model.layers.0.mlp.experts.base_layer"
+    a = adapter[f"{name}.lora_A.weight"].reshape(4, 4, 16)  # [E, n r, in], r = 4 / K.
+    b = adapter[f"{name}.lora_B.weight"].reshape(48, 4, 4)  # [out, n r, E]
+    scale = scale_of(found, of_experts)
+    for e in range(4):
+        expert = f"model.layers.0.block_sparse_moe.experts.{e}"
+        both = [
+            np.concatenate([x[f"{expert}.{w}.weight"] for w in ("w1", "w3")])
+            for x in (merged, base)
+        ]
+        np.testing.assert_allclose(both[0] - both[1], scale * b[:, :, e] @ a[e], atol=1e-6)
+    for name in base:
+        if "norm" in name or "gate" in name or "embed" in name:
+            np.testing.assert_array_equal(base[name], merged[name])
+
+
+def test_an_adapted_run_is_not_written_without_its_adapters(folders, tmp_path):
+    finetune(settings(folders, tmp_path, max_step=1))
+    with pytest.raises(UserError, match="--merge"):
+        convert.to_hugging_face(str(tmp_path), str(tmp_path / "hf"))
+
+
+def test_all_parameters_are_trained_without_a_rank(folders, tmp_path):
+    cfg = finetune_config(settings(folders, tmp_path, lora_rank=None, lr=None))
+    (trained, frozen) = parameter_table(cfg).rows
+    assert frozen[1] == "0"
+    assert trained[2] == "100.00%"
+    assert cfg.learner.optimizer.args[1].learning_rate.peak_lr == 2e-5
+
+
+def test_frozen_weights_are_stored_in_the_compute_dtype(folders, tmp_path):
+    cfg = finetune_config(settings(folders, tmp_path))
+    (trained, frozen) = parameter_table(cfg).rows
+    numbers = [int(row[1].replace(",", "")) for row in (trained, frozen)]
+    # Attention: q, k, v, o of rank 4; experts: gate, up, down of rank 2.
+    attention, experts = 4 * (32 + 24 + 24 + 32), 4 * 2 * (40 + 40 + 40)
+    assert numbers[0] == 2 * (attention + experts)
+    assert cfg.model.dtype == "bfloat16"
+
+
+def test_data_that_is_no_store_is_refused(folders, tmp_path):
+    (tmp_path / "chat.jsonl").write_text("{}")
+    with pytest.raises(UsageError, match=r"--data=.*chat\.jsonl is no token store"):
+        finetune_config(settings((folders[0], tmp_path / "chat.jsonl"), tmp_path))
