@@ -17,7 +17,12 @@ class Flags(DeviceFlags):
     """Flags of the command."""
 
     model: str | None = flag(None, "Folder of the Hugging Face model.")
-    data: str | None = flag(None, "Token store, prepared with the model's tokenizer.")
+    data: str | None = flag(
+        None, "Token store, prepared with the model's tokenizer, or records of conversations."
+    )
+    chat_template: str | None = flag(
+        None, "Chat template: a file of Jinja, chatml, llama3 or plain; by default the model's."
+    )
     trainer_dir: str | None = flag(None, "Folder of the run, which an existing run resumes from.")
     lora_rank: int = flag(16, "Rank of the adapters; each expert's is a K-th of it.", lower_bound=1)
     targets: str = flag(".*", "Regular expression of the config paths of the adapted layers.")
@@ -42,6 +47,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     settings = FineTuning(
         model=flags.model,
         data=flags.data,
+        chat_template=flags.chat_template,
         trainer_dir=flags.trainer_dir,
         lora_rank=None if flags.full else flags.lora_rank,
         targets=flags.targets,

@@ -6,12 +6,17 @@ import os
 import jax
 
 from moelib.core.config import config_for_function
-from moelib.core.errors import UsageError
+from moelib.core.errors import UserError
 from moelib.core.param import specs_by_path
 from moelib.data.batches.lm_input import LMInput
 from moelib.data.batches.packing import LongDocuments, Packing
+from moelib.data.sources.source_for_path import source_for_path
+from moelib.data.tokens.chat.labels import chat_options
+from moelib.data.tokens.chat.template import find_template
+from moelib.data.tokens.prepare import prepare
 from moelib.data.tokens.token_store import META, TokenStore
 from moelib.huggingface.pretrained import read_config
+from moelib.huggingface.published_tokenizer import read_tokenizer
 from moelib.learner import schedules, transforms
 from moelib.learner.optimizers import adamw_optimizer
 from moelib.parallel.mesh import mesh_shape_from_axes, parse_mesh
@@ -27,7 +32,10 @@ class FineTuning:
     """What to train, and how."""
 
     model: str  # Folder of a Hugging Face model.
-    data: str  # Folder of a token store, prepared with the model's tokenizer.
+    # Folder of a token store, prepared with the model's tokenizer; or records of conversations,
+    # which are prepared into the folder `<trainer_dir>.data`.
+    data: str
+    chat_template: str | None = None  # As for `find_template`; None for that of the model.
     trainer_dir: str  # Folder of the run.
     lora_rank: int | None = 16  # Rank of the adapters; None trains all parameters.
     targets: str = ".*"  # Regular expression of the layers that are adapted; see `add_adapters`.
@@ -48,10 +56,10 @@ def finetune_config(settings: FineTuning) -> SpmdTrainer.Config:
     trained ones in float32.
 
     Raises:
-        UsageError: If the data is no token store.
+        MissingFileError: If there are no data.
         UserError: If the model cannot be read, or `targets` matches no layer.
     """
-    _check_store(settings.data)
+    store = _prepared(settings)
     is_lora = settings.lora_rank is not None
     model, _ = read_config(settings.model)
     peak_lr = (2e-4 if is_lora else 2e-5) if settings.lr is None else settings.lr
@@ -65,7 +73,7 @@ def finetune_config(settings: FineTuning) -> SpmdTrainer.Config:
         model=model.set(dtype=settings.dtype) if is_lora else model,
         init_from=InitFrom.default_config().set(run=settings.model),
         input=LMInput.default_config().set(
-            source=TokenStore.default_config().set(path=settings.data),
+            source=TokenStore.default_config().set(path=store),
             seq_len=settings.seq_len,
             global_batch_size=settings.batch_size,
             packing=Packing.BEST_FIT,
@@ -86,13 +94,29 @@ def finetune_config(settings: FineTuning) -> SpmdTrainer.Config:
     )
 
 
-def _check_store(data: str) -> None:
-    """Raises UsageError unless a folder is a token store."""
-    if not os.path.exists(os.path.join(data, META)):
-        raise UsageError(
-            f"--data={data} is no token store; make one of the text by `moelib prepare`, with the "
-            "tokenizer of the model."
+def _prepared(settings: FineTuning) -> str:
+    """Returns the token store of the data; conversations are prepared now, next to the run.
+
+    Raises:
+        UserError: If the data are neither a token store nor records of conversations, or there is
+            no chat template.
+    """
+    data = settings.data
+    if os.path.exists(os.path.join(data, META)):
+        return data
+    records = source_for_path(data, text_field=None).instantiate()
+    records.parts()  # Absent files are the first error.
+    tokenizer = read_tokenizer(settings.model, published=True)
+    template = find_template(settings.model, settings.chat_template, tokenizer)
+    if template is None:
+        raise UserError(
+            f"model={settings.model} has no chat template; set chat_template (--chat_template) to "
+            "chatml, llama3, plain or a file of Jinja."
         )
+    chat = chat_options(template, records, max_length=settings.seq_len)
+    store = settings.trainer_dir.rstrip("/") + ".data"
+    prepare(records, tokenizer, store, chat=chat, append_eos=False)
+    return store
 
 
 def parameter_table(cfg: SpmdTrainer.Config) -> Table:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from moelib.core.errors import UsageError, UserError
+from moelib.core.errors import UserError
 from moelib.data.sources.source import InMemorySource
 from moelib.data.tokens.prepare import prepare
 from moelib.data.tokens.tokenizer import ByteTokenizer
@@ -128,7 +128,31 @@ def test_frozen_weights_are_stored_in_the_compute_dtype(folders, tmp_path):
     assert cfg.model.dtype == "bfloat16"
 
 
-def test_data_that_is_no_store_is_refused(folders, tmp_path):
-    (tmp_path / "chat.jsonl").write_text("{}")
-    with pytest.raises(UsageError, match=r"--data=.*chat\.jsonl is no token store"):
-        finetune_config(settings((folders[0], tmp_path / "chat.jsonl"), tmp_path))
+def test_conversations_are_prepared_and_their_answers_learned(folders, tmp_path, capsys):
+    lines = [{"prompt": f"{i} + 1 = ?", "completion": f"{i + 1}"} for i in range(40)]
+    data = tmp_path / "chat.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    fields = {"chat_template": "plain", "max_step": 2, "dtype": "float32"}
+    cfg = finetune_config(settings((folders[0], data), tmp_path / "run", **fields))
+    batch = cfg.input.instantiate().batch(0)
+    labels = batch["target_labels"][batch["target_labels"] >= 0]
+    answers = bytes(labels[labels < 256].astype(np.uint8)).decode()
+    assert answers.isdecimal()
+    assert np.sum(labels == 256) == sum(row.max() for row in batch["segment_ids"])
+    assert finetune(settings((folders[0], data), tmp_path / "run", **fields)).step == 2
+    assert "is prepared already" in capsys.readouterr().err
+    assert (tmp_path / "run/chat_template.jinja").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("absent.jsonl", None, r"absent\.jsonl"),
+        ("chat.jsonl", "{}", "no chat template; set chat_template"),
+    ],
+)
+def test_data_without_conversations_or_template_are_refused(folders, tmp_path, name, text, message):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=message):
+        finetune_config(settings((folders[0], tmp_path / name), tmp_path / "run"))

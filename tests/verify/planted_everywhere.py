@@ -33,8 +33,8 @@ from moelib.learner.optimizers import adamw_optimizer
 from moelib.models import loss as loss_module
 from moelib.models import multi_token_prediction
 from moelib.models.causal_lm import CausalLM
-from moelib.train import loop
 from moelib.train import step as step_module
+from moelib.train import trainer as trainer_module
 from moelib.train.trainer import SpmdTrainer
 from moelib.verify import step_probe
 from tests.tiny import model_config, plain_moe, stacked, trainer_config, transformer_layer
@@ -215,7 +215,7 @@ def full_sequences_that_overlap(known, self, source, seq_len, seeds):
     self._start[after + 1] -= 1
 
 
-@replaces(loop, "put_batch", "interrupted")
+@replaces(trainer_module, "put_batch", "interrupted")
 def batch_that_repeats_its_first_sequence(known, batch, *rest):
     """The prefetcher replaces the last sequence of a batch."""
     return known({n: np.concatenate([x[:-1], x[:1]]) for n, x in batch.items()}, *rest)
