@@ -155,14 +155,20 @@ class Batcher:
 
         Args:
             ids: Token ids of the prompt.
-            settings: Settings of the text; `stop_ids` and `vocab_size` are those of the batcher.
+            settings: Settings of the text, without `stop_ids` and `vocab_size`.
             on_token: Called with each token.
             on_end: Called once, unless the request is cancelled.
 
         Raises:
             PromptError: If the prompt is empty, too long, or has an id outside the vocabulary.
             BusyError: If `max_requests` are in progress.
+            UserError: If `stop_ids` or `vocab_size` is set, which all requests share.
         """
+        if settings.stop_ids or settings.vocab_size is not None:
+            raise UserError(
+                f"settings has stop_ids={settings.stop_ids} and vocab_size={settings.vocab_size}; "
+                "set the batcher's stop_ids instead, and leave them unset."
+            )
         limit = limit_of(0, ids, settings, self._vocab_size)
         request = Request(ids, settings, limit, on_token, on_end)
         with self._condition:

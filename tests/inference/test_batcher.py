@@ -137,6 +137,8 @@ def test_bad_requests_are_refused(model):
     with pytest.raises(UserError, match="max_active is 0"):
         Batcher(model, max_active=0)
     with Batcher(model) as batcher:
+        with pytest.raises(UserError, match=r"stop_ids=\[3\]"):
+            Client(batcher, [1], stop_ids=[3])
         with pytest.raises(PromptError, match="no tokens"):
             Client(batcher, [])
         with pytest.raises(PromptError, match="id 32"):
