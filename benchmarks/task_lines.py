@@ -25,7 +25,6 @@ PARADIGMS = {
     "sequence-to-sequence": (["sequence_to_sequence"], 184),
     "language model": (["causal_lm"], 214),
     "captioning": (["captioning"], 192),
-    "LoRA": (["lora"], 477),
     "diffusion": (["diffusion"], 261),
     "DP-SGD": (["differential_privacy"], 165),
     "MAML": (["maml"], 165),
@@ -35,9 +34,8 @@ PARADIGMS = {
 
 SHARED = (
     "Code that examples share counts once. Captioning takes its decoder and training from",
-    "sequence-to-sequence, LoRA its data and training from the language model; captioning,",
-    "diffusion, DP-SGD and FedAvg read the digits of image classification, and all take their",
-    "flags from its row.",
+    "sequence-to-sequence; captioning, diffusion, DP-SGD and FedAvg read the digits of image",
+    "classification, and all take their flags from its row.",
 )
 
 _NO_CODE = {
