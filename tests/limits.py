@@ -4,6 +4,7 @@ A compiled program takes 6 to 150 memory maps, and Linux grants a process some 6
 process that needs more.
 """
 
+import contextlib
 import gc
 import resource
 import sys
@@ -16,6 +17,7 @@ from moelib.runtime import memory_maps
 _CLEAR_MAPS, _MAX_MAPS = 12_000, 30_000
 # Bytes, on CPUs: the libraries of a GPU alone may take more. Slow tests may take twice as many.
 _MAX_MEMORY = 3 << 30
+_CLEAR_MEMORY = 3 << 29  # Bytes of a process above which it frees compiled programs.
 
 
 class Limits:
@@ -37,7 +39,7 @@ class Limits:
         limit = _MAX_MEMORY * (2 if item.get_closest_marker("slow") else 1)
         was_within = self._memory[0] <= limit
         self._maps, self._memory = max(self._maps, (maps, file)), max(self._memory, (memory, file))
-        if maps > _CLEAR_MAPS:
+        if maps > _CLEAR_MAPS or _resident() > _CLEAR_MEMORY:
             gc.collect()
             jax.clear_caches()
         if maps > _MAX_MAPS:
@@ -65,3 +67,10 @@ class Limits:
     def _line(self) -> str:
         (maps, most), (memory, largest) = self._maps, self._memory
         return f"at most {maps:,} memory maps ({most}), {memory / 2**30:.2f} GiB ({largest})"
+
+
+def _resident() -> int:
+    """Returns the bytes of memory that the process has now; 0 where the system does not tell."""
+    with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+    return 0

@@ -146,7 +146,8 @@ def _encoded(
     """Yields the texts of a part with their token ids, many at a time."""
     if chat is None:
         for texts in _batches(_pieces(part.documents(counter), divided)):
-            yield list(zip(texts, tokenizer.encode_batch(texts), strict=True))
+            encoded = iter(tokenizer.encode_batch([text for text in texts if text]))
+            yield [(text, next(encoded) if text else []) for text in texts]
         return
     if (records := getattr(part, "records", None)) is None:
         raise UserError(
