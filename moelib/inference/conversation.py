@@ -24,7 +24,7 @@ class ChatFormat:
     def __init__(self, template: "ChatTemplate", tokenizer: Any) -> None:
         """Finds out how the template ends an assistant's message."""
         self._template, self._tokenizer = template, tokenizer
-        # What ends a message is one token, or text in several.
+        # A message ends with one token, or with text in several.
         ids = tokenizer.encode_rendered(end) if (end := _end_of_message(template)) else []
         self.stop_ids: list[int] = ids if len(ids) == 1 else []
         self.stop: list[str] = [end] if len(ids) > 1 else []
@@ -39,6 +39,13 @@ class ChatFormat:
             MessageError: If they are no such messages, or the template refuses them.
         """
         checked = [_checked(i, message) for i, message in enumerate(_list_of(messages))]
+        for index, message in enumerate(checked):
+            for token in self._tokenizer.special_tokens:
+                if token in message["content"]:
+                    raise MessageError(
+                        f"messages[{index}].content contains the special token {token!r}, which "
+                        "would end or begin a message; remove it."
+                    )
         try:
             text = self._template.render(checked, add_generation_prompt=True)
         except UserError as error:

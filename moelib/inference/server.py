@@ -78,7 +78,7 @@ class ServeError(UserError):
 
 
 class Call(NamedTuple):
-    """What a request asks for."""
+    """A checked request."""
 
     prompts: list[list[int]]  # Token ids of each text.
     settings: list[Settings]  # Of each text.
@@ -116,7 +116,7 @@ class TextServer(Server):
         self.name, self.api_key, self.created = name, api_key, int(time.time())
 
     def call_of(self, body: Any, *, is_chat: bool) -> Call:
-        """Returns what the body of a request asks for. Raises ServeError."""
+        """Returns the checked body of a request. Raises ServeError."""
         if not isinstance(body, dict):
             raise ServeError(f"The body is {type(body).__name__}; send a JSON object.")
         body = {name: value for name, value in body.items() if value is not None}

@@ -165,6 +165,7 @@ def test_a_bad_text_request_is_answered(url, body, words):
         (["a"], "messages[0] is 'a'"),
         ([{"role": "boss", "content": "a"}], "messages[0].role is 'boss'"),
         ([{"role": "user"}], "messages[0].content is None"),
+        ([{"role": "user", "content": "a<|endoftext|>"}], "special token '<|endoftext|>'"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content is None"),
     ],
 )

@@ -32,7 +32,7 @@ class ChatOptions:
     today: str  # Day that the template may show, as 2026-11-28.
     # Maximum number of tokens; None for no limit.
     max_length: int | None = None
-    # What happens to a longer conversation: cut after the last whole answer that fits, or left out.
+    # Treatment of a longer conversation: cut after the last whole answer that fits, or left out.
     long: Literal["cut", "leave_out"] = "cut"
 
     def chat_template(self) -> ChatTemplate:
@@ -98,12 +98,13 @@ class ChatEncoder:
         return [self._example(each) for each in rendered]
 
     def _check_special_tokens(self, conversation: Conversation) -> None:
-        """Refuses messages with the text of a special token: it would end or begin a message."""
-        for index, message in enumerate(conversation.messages):
+        """Refuses records with the text of a special token: it would end or begin a message."""
+        parts = {f"messages[{i}]": message for i, message in enumerate(conversation.messages)}
+        for name, part in (parts | {"tools": conversation.tools}).items():
+            texts = list(_texts(part))
             for token in self._tokenizer.special_tokens:
-                if token in message["content"]:
-                    detail = f"messages[{index}] contains {token!r}"
-                    raise RecordError("a special token in a message", detail)
+                if any(token in text for text in texts):
+                    raise RecordError("a special token in a message", f"{name} contains {token!r}")
 
     def _example(self, rendered: Rendered) -> Example:
         ids, offsets = self._tokenizer.encode_rendered_with_offsets(rendered.text)
@@ -126,6 +127,18 @@ class ChatEncoder:
         size = fitting[-1]
         text = rendered.text[: int(end[size - 1])]
         return Example(text, ids[:size], is_label[:size], was_cut=True)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yields all texts inside a value of JSON, names included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, inside in value.items():
+            yield from (name, *_texts(inside))
+    elif isinstance(value, list | tuple):
+        for inside in value:
+            yield from _texts(inside)
 
 
 def render(template: ChatTemplate, conversation: Conversation) -> list[Rendered]:

@@ -160,6 +160,20 @@ def test_a_conversation_without_a_whole_answer_that_fits_is_left_out(bytes_with_
     assert not caught.value.is_fault
 
 
+def test_a_special_token_in_a_call_or_a_tool_is_refused(bytes_with_end):
+    call = {"function": {"name": "f", "arguments": {"x": ["a<|end|>"]}}}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "tool_calls": [call]},
+    ]
+    encoder = ChatEncoder(options(), bytes_with_end)
+    with pytest.raises(RecordError, match=r"messages\[1\] contains '<\|end\|>'"):
+        encoder.examples({"messages": messages})
+    record = {"messages": [messages[0], {"role": "assistant", "content": "b"}]}
+    with pytest.raises(RecordError, match="tools contains"):
+        encoder.examples(record | {"tools": [{"name": "<|end|>"}]})
+
+
 @pytest.mark.parametrize(
     ("content", "template", "reason"),
     [
