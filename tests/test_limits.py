@@ -51,13 +51,14 @@ def _end_of_file(limits: Limits) -> None:
     limits.pytest_runtest_teardown(item, None)
 
 
-def test_many_maps_free_the_programs_and_too_many_name_the_file(monkeypatch):
+def test_many_maps_or_bytes_free_the_programs_and_too_many_name_the_file(monkeypatch):
     cleared, limits = [], Limits(types.SimpleNamespace())
     monkeypatch.setattr(jax, "clear_caches", lambda: cleared.append(True))
-    for maps in (12_000, 12_001):
+    for maps, resident in ((12_000, 3 << 29), (12_001, 0), (0, (3 << 29) + 1)):
         monkeypatch.setattr(memory_maps, "count", lambda maps=maps: maps)
+        monkeypatch.setattr("tests.limits._resident", lambda resident=resident: resident)
         _end_of_file(limits)
-    assert len(cleared) == 1
+    assert len(cleared) == 2
     monkeypatch.setattr(memory_maps, "count", lambda: 30_001)
     with pytest.raises(pytest.fail.Exception, match=r"test_a\.py: 30,001"):
         _end_of_file(limits)
