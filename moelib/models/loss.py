@@ -1,7 +1,6 @@
 """Language-model loss: cross-entropy that never holds all logits at once."""
 
-import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from moelib.core.varying import vary
-from moelib.kernels.cross_entropy import cross_entropy, xla
+from moelib.kernels.cross_entropy import cross_entropy, token_nll, xla
 from moelib.parallel import sharding
 from moelib.parallel.collectives import gather
 
@@ -54,27 +53,92 @@ def language_model_loss(
     mesh = sharding.current_mesh()
     if mesh is None or mesh.size == 1:
         return _sums(hidden, head, labels, tied, z_loss, (), chunk_size, sources)
+    split = _split(head, labels, tied)
+
+    def summed(hidden: Array, head: Array, labels: Array, sources: Array | None) -> TokenLoss:
+        hidden, head, labels, sources = split.on_device(hidden, head, labels, sources)
+        out = _sums(hidden, head, labels, tied, z_loss, split.vocab, chunk_size, sources)
+        return jax.tree.map(lambda x: jax.lax.psum(x, split.axes) if split.axes else x, out)
+
+    specs = (split.tokens, split.head, split.tokens, PartitionSpec(*split.tokens[:1]))
+    run = jax.shard_map(summed, in_specs=specs, out_specs=PartitionSpec())
+    return run(hidden, head, labels, sources)
+
+
+def token_log_probs(
+    hidden: Float[Array, "B S D"],
+    head: Float[Array, "D V"] | Float[Array, "V D"],
+    labels: Int[Array, "B S"],
+    *,
+    tied: bool,
+    chunk_size: int | None = None,
+) -> Float[Array, "B S"]:
+    """Returns the log probability of each label in nats, 0 where it is ignored; differentiable.
+
+    Arguments and errors are those of `language_model_loss`.
+    """
+
+    def log_probs(hidden: Array, head: Array, labels: Array, vocab: tuple[str, ...]) -> Array:
+        nll = token_nll(
+            hidden.reshape(-1, hidden.shape[-1]),
+            head,
+            labels.reshape(-1),
+            transposed_head=tied,
+            vocab_axes=vocab,
+            chunk_size=chunk_size,
+        )
+        return -nll.reshape(labels.shape)
+
+    mesh = sharding.current_mesh()
+    if mesh is None or mesh.size == 1:
+        return log_probs(hidden, head, labels, ())
+    split = _split(head, labels, tied)
+
+    def on_each_device(hidden: Array, head: Array, labels: Array) -> Array:
+        hidden, head, labels = split.on_device(hidden, head, labels)
+        found = log_probs(hidden, head, labels, split.vocab)
+        if not split.vocab:
+            return found
+        return jax.lax.psum(found / jax.lax.axis_size(split.vocab), split.vocab)
+
+    specs = (split.tokens, split.head, split.tokens)
+    return jax.shard_map(on_each_device, in_specs=specs, out_specs=split.tokens)(
+        hidden, head, labels
+    )
+
+
+class _Split(NamedTuple):
+    """How a mesh splits the operands of a loss."""
+
+    tokens: PartitionSpec
+    head: PartitionSpec
+    axes: tuple[str, ...]  # That split tokens or the vocabulary.
+    vocab: tuple[str, ...]  # That split the vocabulary.
+
+    def on_device(self, hidden: Array, head: Array, *others: Array | None) -> tuple[Any, ...]:
+        """Returns the operands of a device, the head whole but for its part of the vocabulary."""
+        head = gather(head, self.head, self.axes, keep=self.vocab)
+        hidden, *others = vary((hidden, *others), self.axes)
+        return hidden, head, *others
+
+
+def _split(head: Array, labels: Array, tied: bool) -> _Split:
+    """Returns how the mesh in context splits the operands. Raises UserError."""
+    mesh = sharding.current_mesh()
+    assert mesh is not None
     shape = dict(mesh.shape)
-    names = functools.partial(sharding.mesh_axes, mesh_shape=shape)
     tokens = sharding.partition_spec(
         ("batch", "sequence"), shape, shape=labels.shape, array="target_labels"
     )
     sharding.partition_spec(("batch", "sequence", "vocab"), shape, array="the logits")
-    vocab = names("vocab")
-    axes = (*names("batch"), *names("sequence"), *vocab)
+    batch, sequence, vocab = (
+        sharding.mesh_axes(name, mesh_shape=shape) for name in ("batch", "sequence", "vocab")
+    )
+    axes = (*batch, *sequence, *vocab)
     of_head = ("vocab", "embed") if tied else ("embed", "vocab")
     split = sharding.partition_spec(of_head, shape, shape=head.shape, array="the head")
-    split = sharding.keep_axes(split, axes)  # Devices that share tokens share the head.
-
-    def summed(hidden: Array, head: Array, labels: Array, sources: Array | None) -> TokenLoss:
-        head = gather(head, split, axes, keep=vocab)
-        hidden, labels, sources = vary((hidden, labels, sources), axes)
-        out = _sums(hidden, head, labels, tied, z_loss, vocab, chunk_size, sources)
-        return jax.tree.map(lambda x: jax.lax.psum(x, axes) if axes else x, out)
-
-    specs = (tokens, split, tokens, PartitionSpec(*tokens[:1]))
-    run = jax.shard_map(summed, in_specs=specs, out_specs=PartitionSpec())
-    return run(hidden, head, labels, sources)
+    # Devices that share tokens share the head.
+    return _Split(tokens, sharding.keep_axes(split, axes), axes, vocab)
 
 
 def held_logits(num_tokens: int, dim: int, vocab_size: int, chunk_size: int | None) -> int:

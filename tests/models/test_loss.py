@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moelib.models.loss import language_model_loss
+from moelib.models.loss import language_model_loss, token_log_probs
 from moelib.parallel.sharding import sharding_rules
 from tests import tiny
 from tests.layers.calling import normal
@@ -13,6 +13,7 @@ from tests.oracles.losses import cross_entropy
 
 B, S, D, V = 8, 4, 6, 10
 HIDDEN, HEAD = jnp.asarray(normal(B, S, D)), jnp.asarray(normal(D, V, seed=1))
+WEIGHTS = normal(B, S, seed=3)
 LABELS = jnp.asarray(np.random.default_rng(2).integers(-3, V, (B, S)), jnp.int32)
 
 
@@ -41,7 +42,8 @@ def test_sums_are_over_the_tokens_that_count(z_loss, tied):
 def test_every_mesh_gives_the_sums_and_gradients_of_one_device(axes, rules, tied):
     def run(hidden, head):
         out = language_model_loss(hidden, head, LABELS, tied=tied, z_loss=0.1)
-        return out.objective, out
+        log_probs = token_log_probs(hidden, head, LABELS, tied=tied, chunk_size=8)
+        return out.objective + jnp.sum(WEIGHTS * log_probs**2), (out, log_probs)
 
     head = HEAD.T if tied else HEAD
     compute = lambda: jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))(HIDDEN, head)
@@ -49,6 +51,31 @@ def test_every_mesh_gives_the_sums_and_gradients_of_one_device(axes, rules, tied
     with jax.set_mesh(tiny.mesh(**axes)), sharding_rules(rules):
         got = compute()
     tiny.assert_trees_close(got, want, 1e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("chunk_size", [None, 8])
+def test_log_probabilities_have_the_gradients_of_any_function_of_them(chunk_size, tied):
+    def plain(hidden, head):
+        log_probs = jax.nn.log_softmax(hidden @ head, -1)
+        index = jnp.maximum(LABELS, 0)[..., None]
+        log_probs = jnp.take_along_axis(log_probs, index, -1)[..., 0]
+        return of_log_probs(jnp.where(LABELS < 0, 0.0, log_probs))
+
+    def of_log_probs(log_probs):
+        return jnp.sum(jnp.tanh(WEIGHTS * log_probs)), log_probs
+
+    def run(hidden, head):
+        head = head.T if tied else head
+        hidden = jnp.where(LABELS[..., None] < 0, jnp.nan, hidden)  # It may hold anything.
+        options = {"tied": tied, "chunk_size": chunk_size}
+        return of_log_probs(token_log_probs(hidden, head, LABELS, **options))
+
+    got, want = (
+        jax.jit(jax.value_and_grad(function, (0, 1), has_aux=True))(HIDDEN, HEAD)
+        for function in (run, plain)
+    )
+    tiny.assert_trees_close(got, want, 1e-5)
 
 
 def test_a_label_beyond_a_split_vocabulary_is_nan():

@@ -1,13 +1,17 @@
 """Cross-entropy of a linear head that never holds the logits of all tokens.
 
-`cross_entropy` is the one entry. Differentiated, it computes its gradients in the forward pass, and
-the backward pass only scales them; not differentiated, it computes the loss alone.
+`cross_entropy` is a sum over tokens. Differentiated, it computes its gradients in the forward pass,
+and the backward pass only scales them; not differentiated, it computes the loss alone. `token_nll`
+is each token's, for losses that are other functions of them; its backward pass computes the logits
+again.
 
 Shapes: T tokens, D model, V vocabulary.
 """
 
+import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +23,7 @@ from moelib.kernels.backend import chosen_backend, current_device, run
 from moelib.kernels.cross_entropy import reference, xla
 from moelib.kernels.operands import check_shapes
 
-__all__ = ["CrossEntropyOutput", "cross_entropy"]
+__all__ = ["CrossEntropyOutput", "cross_entropy", "token_nll"]
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -72,25 +76,56 @@ def cross_entropy(
 
     Source: gradients in the forward pass as in Liger Kernel, arXiv:2410.10989, sec. 3.2.
     """
-    dims = "VD" if transposed_head else "DV"
+    options = xla.Options(transposed_head, z_loss, chunk_size, vocab_axes)
+    forms = {"reference": _dense, "xla": _chunked}
+    loss, nll, lse = _run(forms, options, backend, hidden, head, labels)
+    return CrossEntropyOutput(loss, lax.stop_gradient(nll), lax.stop_gradient(lse))
+
+
+def token_nll(
+    hidden: Float[Array, "T D"],
+    head: Float[Array, "D V"] | Float[Array, "V D"],
+    labels: Int[Array, "T"],
+    *,
+    transposed_head: bool = False,
+    vocab_axes: tuple[str, ...] = (),
+    chunk_size: int | None = None,
+    backend: str | None = None,
+) -> Float32[Array, "T"]:
+    """Returns the negative log-likelihood of each label in nats, 0 for ignored tokens.
+
+    Differentiable once, in reverse mode, in hidden and head. Arguments and errors are those of
+    `cross_entropy`. With a split vocabulary each device has the whole value; give it the cotangent
+    of its share, an equal one, and sum the gradients in hidden over the axes.
+    """
+    options = xla.Options(transposed_head, 0.0, chunk_size, vocab_axes)
+    forms = {"reference": lambda *args: _dense(*args)[1], "xla": _chunked_nll}
+    return _run(forms, options, backend, hidden, head, labels)
+
+
+def _run(
+    forms: Mapping[str, Callable[..., Any]],
+    options: xla.Options,
+    backend: str | None,
+    hidden: Array,
+    head: Array,
+    labels: Array,
+) -> Any:
+    """Returns the result of a backend, with the size of chunks chosen."""
+    dims = "VD" if options.transposed_head else "DV"
     shapes = {"hidden": (hidden, "TD"), "head": (head, dims), "labels": (labels, "T")}
     check_shapes("cross_entropy", shapes)
     backend = chosen_backend("cross_entropy", backend)
-    vocab_size = head.shape[0 if transposed_head else 1]
-    num_tokens, dim = hidden.shape
-    if chunk_size is None and current_device().platform == "cpu":
-        chunk_size = xla.CPU_TOKENS
-    size = xla.chunk_size_for(num_tokens, dim, vocab_size, chunk_size)
-    options = xla.Options(transposed_head, z_loss, size, vocab_axes)
-    forms = {
-        "reference": functools.partial(_dense, options),
-        "xla": functools.partial(_chunked, options),
-    }
-    operands = align(hidden, head, labels)
-    reason = f"holds the whole vocabulary; set vocab_axes={vocab_axes} to ()."
-    reasons = {"reference": reason if vocab_axes else None}
-    loss, nll, lse = run("cross_entropy", backend, forms, reasons, *operands)
-    return CrossEntropyOutput(loss, lax.stop_gradient(nll), lax.stop_gradient(lse))
+    vocab_size = head.shape[0 if options.transposed_head else 1]
+    size = options.chunk_size
+    if size is None and current_device().platform == "cpu":
+        size = xla.CPU_TOKENS
+    size = xla.chunk_size_for(*hidden.shape, vocab_size, size)
+    options = dataclasses.replace(options, chunk_size=size)
+    reason = f"holds the whole vocabulary; set vocab_axes={options.vocab_axes} to ()."
+    reasons = {"reference": reason if options.vocab_axes else None}
+    forms = {name: functools.partial(form, options) for name, form in forms.items()}
+    return run("cross_entropy", backend, forms, reasons, *align(hidden, head, labels))
 
 
 def _dense(
@@ -124,3 +159,26 @@ def _chunked_backward(
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked_nll(options: xla.Options, hidden: Array, head: Array, labels: Array) -> Array:
+    return xla.forward(hidden, head, labels, options, with_gradients=False)[0][1]
+
+
+def _nll_forward(
+    options: xla.Options, hidden: Array, head: Array, labels: Array
+) -> tuple[Array, tuple[Array, Array, Array]]:
+    return _chunked_nll(options, hidden, head, labels), (hidden, head, labels)
+
+
+def _nll_backward(
+    options: xla.Options, operands: tuple[Array, Array, Array], cotangent: Array
+) -> tuple[Array, Array, None]:
+    weights = cotangent * options.vocab_shards()
+    _, gradients = xla.forward(*operands, options, with_gradients=True, weights=weights)
+    assert gradients is not None
+    return *gradients, None
+
+
+_chunked_nll.defvjp(_nll_forward, _nll_backward)

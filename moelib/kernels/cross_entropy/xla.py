@@ -35,7 +35,7 @@ class Options:
 
     transposed_head: bool
     z_loss: float
-    chunk_size: int
+    chunk_size: int | None
     vocab_axes: tuple[str, ...] = ()
 
     def vocab_shards(self) -> int:
@@ -77,16 +77,23 @@ def forward(
     options: Options,
     *,
     with_gradients: bool,
+    weights: Float[Array, "T"] | None = None,
 ) -> tuple[tuple[Array, Array, Array], tuple[Array, Array] | None]:
-    """Returns ((loss, nll, lse), gradients of the loss in (hidden, head), or None)."""
+    """Returns ((loss, nll, lse), gradients of the loss in (hidden, head), or None).
 
-    def step(head_grad: Any, chunk: tuple[Array, Array]) -> tuple[Any, tuple[Array, ...]]:
+    With `weights` the gradients are those of the loss with each token's part times its weight.
+    """
+
+    def step(head_grad: Any, chunk: tuple[Array, ...]) -> tuple[Any, tuple[Array, ...]]:
         labels = chunk[1]
-        rows, logits = _logits(*chunk, head, options)
+        rows, logits = _logits(*chunk[:2], head, options)
         nll, lse = _nll_and_lse(logits, labels, options)
         if not with_gradients:
             return head_grad, (nll, lse)
-        grad = _logits_gradient(logits, lse, labels, options).astype(hidden.dtype)
+        grad = _logits_gradient(logits, lse, labels, options)
+        if weights is not None:
+            grad = jnp.where(labels[:, None] < 0, 0.0, chunk[2][:, None] * grad)
+        grad = grad.astype(hidden.dtype)
         rows_grad = _dot(grad, head, 1, 0 if options.transposed_head else 1).astype(hidden.dtype)
         # The head's gradient comes second, when a gathered head need not be held any more.
         rows, rows_grad = lax.optimization_barrier((rows, rows_grad))
@@ -94,9 +101,8 @@ def forward(
         return head_grad + _dot(*pair, 0, 0), (nll, lse, rows_grad)
 
     zeros = zeros_like_varying(head.shape, jnp.float32, head) if with_gradients else None
-    head_grad, (nll, lse, *hidden_grad) = _over_chunks(
-        step, zeros, hidden, labels, options.chunk_size
-    )
+    tokens = (hidden, labels) if weights is None else (hidden, labels, weights)
+    head_grad, (nll, lse, *hidden_grad) = _over_chunks(step, zeros, tokens, options.chunk_size)
     totals = _totals(nll, lse, labels, options)
     return totals, (hidden_grad[0], head_grad.astype(head.dtype)) if with_gradients else None
 
@@ -104,14 +110,13 @@ def forward(
 def _over_chunks(
     step: Callable[[Any, Any], tuple[Any, Any]],
     carry: Any,
-    hidden: Array,
-    labels: Array,
-    chunk_size: int,
+    tokens: tuple[Array, ...],
+    chunk_size: int | None,
 ) -> tuple[Any, Any]:
-    """Scans `step` over chunks of (hidden, labels), and returns outputs of T entries."""
-    num_tokens = hidden.shape[0]
-    if num_tokens <= chunk_size:
-        return step(carry, (hidden, labels))
+    """Scans `step` over chunks of (hidden, labels, ...), and returns outputs of T entries."""
+    num_tokens = len(tokens[0])
+    if chunk_size is None or num_tokens <= chunk_size:
+        return step(carry, tokens)
     num_chunks = -(-num_tokens // chunk_size)
     short = num_chunks * chunk_size - num_tokens
 
@@ -119,7 +124,8 @@ def _over_chunks(
         x = jnp.pad(x, ((0, short), *((0, 0),) * (x.ndim - 1)), constant_values=fill)
         return x.reshape(num_chunks, chunk_size, *x.shape[1:])
 
-    carry, out = lax.scan(step, carry, (split(hidden, 0), split(labels, -1)))
+    chunks = tuple(split(x, -1 if i == 1 else 0) for i, x in enumerate(tokens))
+    carry, out = lax.scan(step, carry, chunks)
     return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], out)
 
 
