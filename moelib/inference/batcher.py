@@ -225,9 +225,9 @@ class Batcher:
             self._arrange(new)
         if self._state is not None:
             with unsplit_sequences():
-                state, tokens = advance(self._model, self._params, self._state, self._decoding)
+                state, drawn = advance(self._model, self._params, self._state, self._decoding)
             self._give()
-            self._state, self._tokens = state, tokens
+            self._state, self._tokens = state, drawn.token
 
     def _give(self) -> None:
         """Gives the tokens of the last step to their requests."""
@@ -265,8 +265,8 @@ class Batcher:
         ids, state = padded(prompts, 1 << (len(new) - 1).bit_length(), longest)
         decoding = self._decoding_of(new, len(ids))
         room = padded_length(longest + 1)
-        state, tokens = begin(self._model, self._params, ids, state, decoding, room)
-        return state, np.asarray(tokens)[: len(new)].tolist()
+        state, drawn = begin(self._model, self._params, ids, state, decoding, room)
+        return state, np.asarray(drawn.token)[: len(new)].tolist()
 
     def _decoding_of(self, requests: list[Request], num_rows: int) -> Decoding:
         """Returns the settings of each row. Filters that no request uses are omitted."""

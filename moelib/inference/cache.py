@@ -17,10 +17,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
 from moelib.core import tree
+from moelib.core.errors import UserError
 from moelib.core.module import functional
 from moelib.core.param import ParameterSpec, is_spec
 from moelib.core.tree import Nested
 from moelib.layers.base import BaseLayer
+from moelib.layers.moe.recording import RECORDING
+from moelib.layers.moe.replay import recorded_experts
 from moelib.layers.transformer import BaseStack, TransformerLayer
 from moelib.models.causal_lm import CausalLM
 from moelib.models.multi_token_prediction import MULTI_TOKEN
@@ -77,22 +80,36 @@ def next_logits(
     ids: Int32[Array, "B S"],
     positions: Int32[Array, "B S"],
     mask: Bool[Array, "B S"],
-) -> tuple[Float32[Array, "B V"], Cache]:
+    record: bool = False,
+) -> tuple[Float32[Array, "B V"], Cache, Any]:
     """Returns the logits of the token after the last one of each sequence, and the new cache.
 
     The tokens are prompts, with the positions 0, 1, ..., or one token of each sequence. The mask is
-    False for padding after a prompt and for sequences that have ended.
+    False for padding after a prompt and for sequences that have ended. The third value is the
+    experts of the tokens, [B, S, L, K] of L MoE layers, if `record` asks for them, else None.
 
     Raises:
         ValueError: If a layer with cache specs returns no new values for it.
     """
     if not isinstance(cache, dict):
-        return _from_all_tokens(model, params, cache, ids, positions, mask)
+        if record:
+            raise UserError(
+                "A layer keeps no cache of earlier tokens, so that the experts of new tokens are "
+                "not known; set replay_routing to False."
+            )
+        return *_from_all_tokens(model, params, cache, ids, positions, mask), None
     last = jnp.maximum(jnp.sum(mask, axis=1, dtype=jnp.int32) - 1, 0)
     batch = {"input_ids": ids, "positions": positions, "segment_ids": mask.astype(jnp.int32)}
     state = tree.merge(params, cache)
+    asked = {RECORDING: True} if record else {}
     logits, outputs = functional(
-        model, None, state, (batch, last), is_training=False, method="logits_at"
+        model,
+        None,
+        state,
+        (batch, last),
+        is_training=False,
+        method="logits_at",
+        inherited=asked,
     )
     updates = tree.by_path(outputs.state_updates)
 
@@ -104,7 +121,9 @@ def next_logits(
             )
         return constrain(updates[path], spec.axes)
 
-    return logits.astype(jnp.float32), tree.map_by_path(updated, _specs(model, len(ids), 1))
+    cache = tree.map_by_path(updated, _specs(model, len(ids), 1))
+    experts = recorded_experts(model, outputs.module_outputs) if record else None
+    return logits.astype(jnp.float32), cache, experts
 
 
 def _from_all_tokens(

@@ -3,18 +3,18 @@
 Programs are compiled once per batch size, padded prompt length and cache length; lengths are
 powers of two, padded to what the mesh divides.
 
-Letters: B batch, S padded prompt length, V vocabulary, n tokens that end a sequence.
+Letters: B batch, S padded prompt length, V vocabulary, n tokens that end a sequence, L MoE layers,
+K experts per token.
 """
 
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 from jaxtyping import Array, Bool, Float32, Int32, Key, UInt32
 
 from moelib.core.errors import UserError
@@ -33,6 +33,10 @@ _MIN_BATCH_CPU = 2
 
 NO_TOKEN = -1  # Token of a sequence that has ended.
 NOT_FINITE = -2  # Token of a sequence whose logits are not finite; callers get an error.
+
+
+# What is recorded of drawn tokens; experts come with log probabilities.
+Record = Literal["log_probs", "experts"] | None
 
 
 class Prompt(NamedTuple):
@@ -66,6 +70,18 @@ class DecodeState(NamedTuple):
     seen: Bool[Array, "B V"] | None  # Tokens of the sequence, if repetition is penalized.
 
 
+class Drawn(NamedTuple):
+    """The next token of each sequence, and what is known of it if it is recorded."""
+
+    token: Int32[Array, "B"]  # NO_TOKEN after the end.
+    # Log probability under the model, whatever the filters of the sampling, of the drawn token,
+    # which may be one that ends the sequence; float32, in nats.
+    log_prob: Any = None
+    drawn: Any = None  # The drawn token itself.
+    # Experts of the tokens of this call in each MoE layer, [B, S, L, K]; of no expert E or more.
+    expert_ids: Any = None
+
+
 def decode(
     model: CausalLM,
     params: Nested,
@@ -73,11 +89,12 @@ def decode(
     decoding: Decoding,
     *,
     batch_size: int | None = None,
-) -> Iterator[Int32[npt.NDArray, "B"]]:
+    record: Record = None,
+) -> Iterator[Drawn]:
     """Yields the next token of each prompt, NO_TOKEN after its end, up to the largest limit.
 
     The next token is computed while the caller uses the previous one. With a `batch_size` above the
-    number of prompts, they share the programs of a full batch.
+    number of prompts, they share the programs of a full batch. Arrays are NumPy's.
 
     Raises:
         UserError: If the logits of an active sequence are not finite.
@@ -87,22 +104,22 @@ def decode(
     least = _MIN_BATCH_CPU if low_precision and jax.default_backend() == "cpu" else 1
     ids, state = padded(prompts, max(batch_size or 0, len(prompts), least), longest)
     room = padded_length(min(max(longest + 1, MIN_CACHE), longest + steps))
-    state, token = begin(model, params, ids, state, decoding, room)
+    state, drawn = begin(model, params, ids, state, decoding, room, record)
     for step in range(steps):
-        ready = token
+        ready = drawn
         if step + 1 < steps:
             if longest + step >= room:  # The position of the token that is ready.
                 room *= 2
                 state = arrange(model, [state], room)
             with unsplit_sequences():
-                state, token = advance(model, params, state, decoding)
-        tokens = np.asarray(ready)[: len(prompts)]
-        if np.any(tokens == NOT_FINITE):
+                state, drawn = advance(model, params, state, decoding, record)
+        found = jax.tree.map(lambda x: np.asarray(x)[: len(prompts)], ready)
+        if np.any(found.token == NOT_FINITE):
             raise UserError(
                 f"The logits of generated token {step + 1} are not finite: the parameters are "
                 "not finite, or exceed the range of their dtype; set another checkpoint or dtype."
             )
-        yield tokens
+        yield found
 
 
 def padded_length(num_tokens: int) -> int:
@@ -146,7 +163,7 @@ def padded(
     return jnp.asarray(ids), state
 
 
-@functools.partial(jax.jit, static_argnums=(0, 5))
+@functools.partial(jax.jit, static_argnums=(0, 5, 6))
 def begin(
     model: CausalLM,
     params: Nested,
@@ -154,33 +171,43 @@ def begin(
     state: DecodeState,
     decoding: Decoding,
     room: int,
-) -> tuple[DecodeState, Array]:
+    record: Record = None,
+) -> tuple[DecodeState, Drawn]:
     """Returns the state with the prompts in the cache, and the first token of each sequence."""
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32)[None], ids.shape)
     mask = positions <= state.position[:, None]
     cache = new_cache(model, params, len(ids), room)
-    logits, cache = next_logits(model, params, cache, ids, positions, mask)
+    logits, cache, experts = next_logits(
+        model, params, cache, ids, positions, mask, record == "experts"
+    )
     seen = None
     if decoding.sampling.repetition_penalty is not None:
         index = jnp.arange(len(ids))[:, None]
         seen = jnp.zeros(logits.shape, bool).at[index, ids].max(mask)
-    return _with_next(state._replace(cache=cache, seen=seen), logits, decoding)
+    state, drawn = _with_next(state._replace(cache=cache, seen=seen), logits, decoding, record)
+    return state, drawn._replace(expert_ids=experts)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+@functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
 def advance(
-    model: CausalLM, params: Nested, state: DecodeState, decoding: Decoding
-) -> tuple[DecodeState, Array]:
+    model: CausalLM,
+    params: Nested,
+    state: DecodeState,
+    decoding: Decoding,
+    record: Record = None,
+) -> tuple[DecodeState, Drawn]:
     """Returns the state with the newest tokens in the cache, and the next token of each."""
     one = state.token[:, None], state.position[:, None], state.active[:, None]
-    logits, cache = next_logits(model, params, state.cache, *one)
-    return _with_next(state._replace(cache=cache), logits, decoding)
+    logits, cache, experts = next_logits(model, params, state.cache, *one, record == "experts")
+    state, drawn = _with_next(state._replace(cache=cache), logits, decoding, record)
+    return state, drawn._replace(expert_ids=experts)
 
 
 def _with_next(
-    state: DecodeState, logits: Float32[Array, "B V"], decoding: Decoding
-) -> tuple[DecodeState, Int32[Array, "B"]]:
+    state: DecodeState, logits: Float32[Array, "B V"], decoding: Decoding, record: Record
+) -> tuple[DecodeState, Drawn]:
     """Returns the state with the next tokens, and these tokens, NO_TOKEN after an end."""
+    of_model = logits
     known = jnp.arange(logits.shape[1], dtype=jnp.int32) < decoding.vocab_size
     logits = jnp.where(known[None], logits, -jnp.inf)
     # Tested apart, because the maximum of XLA:CPU drops a NaN.
@@ -202,8 +229,13 @@ def _with_next(
         seen=seen,
     )
     # Replicated, so that the outputs have the shardings that the program was compiled for.
-    small = jax.tree.map(_replicated, state._replace(cache=None))
-    return small._replace(cache=state.cache), _replicated(shown)
+    found = Drawn(shown)
+    if record is not None:
+        log_probs = jax.nn.log_softmax(of_model)
+        log_prob = jnp.take_along_axis(log_probs, token[:, None], axis=1)[:, 0]
+        found = Drawn(shown, log_prob, token)
+    small, found = jax.tree.map(_replicated, (state._replace(cache=None), found))
+    return small._replace(cache=state.cache), found
 
 
 def _keys(state: DecodeState) -> Key[Array, "B"]:

@@ -254,7 +254,7 @@ def _generate_batches(
         batch = prompts[start : start + batch_size]
         texts: list[list[int]] = [[] for _ in batch]
         unfinished = set(range(len(batch)))
-        for tokens in decode(model, params, batch, decoding, batch_size=batch_size):
+        for tokens, *_ in decode(model, params, batch, decoding, batch_size=batch_size):
             for i in list(unfinished):
                 if tokens[i] != NO_TOKEN:
                     texts[i].append(int(tokens[i]))

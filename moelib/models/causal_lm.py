@@ -2,10 +2,11 @@
 
 from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moelib.core.config import REQUIRED, Required, config_class
+from moelib.core.config import REQUIRED, Required, config_class, maybe_instantiate
 from moelib.core.config_types import PositiveFloat, PositiveInt
 from moelib.core.errors import UserError
 from moelib.core.metrics import Metric, WeightedScalar, weighted
@@ -14,12 +15,14 @@ from moelib.core.tree import Batch
 from moelib.layers.base import BaseLayer
 from moelib.layers.embedding import Embedding
 from moelib.layers.linear import Linear
+from moelib.layers.moe.replay import with_replay
 from moelib.layers.norm import BaseNorm, RMSNorm
 from moelib.layers.quantization import Quantization
 from moelib.layers.transformer import ScanStack
-from moelib.models.loss import TokenLoss, language_model_loss
+from moelib.models.loss import TokenLoss, language_model_loss, token_log_probs
 from moelib.models.model import StackedModel
 from moelib.models.multi_token_prediction import MULTI_TOKEN, MultiTokenPrediction
+from moelib.models.objective import Objective
 from moelib.parallel.sharding import constrain
 
 
@@ -27,8 +30,9 @@ class CausalLM(StackedModel):
     """Predicts each token from those before it.
 
     A batch holds `input_ids [B, S] int32`, `target_labels [B, S]` (negative: ignored), and
-    optionally `segment_ids [B, S]` (0 is padding), `positions [B, S]`, and `sources [B, N]`, which
-    is 1 for the source of a sequence, of N, and 0 for the others.
+    optionally `segment_ids [B, S]` (0 is padding), `positions [B, S]`, `sources [B, N]`, which is 1
+    for the source of a sequence, of N, and 0 for the others, and `expert_ids [B, S, L, K]`, the
+    experts of each token in all L MoE layers (`moelib.layers.moe.replay`).
     """
 
     has_source_metrics = True
@@ -43,6 +47,8 @@ class CausalLM(StackedModel):
         lm_head: Linear.Config | None = Linear.default_config()  # None ties it to the embedding.
         # Divides the logits, as in muP (arXiv:2203.03466) and Granite; None for 1.
         logit_divisor: PositiveFloat | None = None
+        # Loss of batches with its arrays, such as preferences; None for the cross-entropy of all.
+        objective: Objective.Config | None = None
         z_loss: float = 0.0  # Weight of the squared logsumexp of the logits in the objective.
         # Tokens whose logits a device holds at once in training; more take memory, fewer time. None
         # for 1,024 or more; see `moelib.kernels.cross_entropy`.
@@ -87,7 +93,13 @@ class CausalLM(StackedModel):
                 quantization=Quantization.NONE,
             )
             self._add_child("lm_head", head)
+        self._objective: Objective | None = maybe_instantiate(cfg.objective)
         if cfg.multi_token_prediction is not None:
+            if cfg.objective is not None:
+                raise UserError(
+                    f"{self._title()}: objective and multi_token_prediction are set; set one of "
+                    "them to None."
+                )
             self._add_child(MULTI_TOKEN, cfg.multi_token_prediction.clone(dim=cfg.dim))
 
     @property
@@ -97,6 +109,9 @@ class CausalLM(StackedModel):
 
     def before(self, batch: Batch) -> tuple[Float[Array, "B S D"], dict[str, Any]]:
         """Returns the vectors of the tokens, and the side inputs of the decoder."""
+        if "expert_ids" in batch:
+            context = self.get_invocation_context()
+            context.state = with_replay(self, context.state or {}, batch["expert_ids"])
         segment_ids = batch.get("segment_ids")
         mask = None if segment_ids is None else segment_ids > 0
         x = self.embedding(batch["input_ids"])
@@ -116,12 +131,13 @@ class CausalLM(StackedModel):
 
         The loss is the cross-entropy in nats plus the z-loss of the config; auxiliary losses of
         layers are outputs of their own. The metrics are `cross_entropy` and, if the batch has
-        sources, `cross_entropy_by_source [N]`, which is 0 for one without valid tokens.
+        sources, `cross_entropy_by_source [N]`, which is 0 for one without valid tokens. Of a batch
+        of `objective`, they are its loss and metrics, and `cross_entropy`.
         """
         hidden = self.output_norm(x)
-        tied = self.config.lm_head is None
-        # A cast as in `BaseLayer.operands`.
-        head = self.parameters["embedding" if tied else "lm_head"]["weight"].astype(hidden.dtype)
+        if self._has_objective(batch):
+            return self._of_objective(hidden, batch)
+        tied, head = self.config.lm_head is None, self._head_matrix(hidden.dtype)
 
         def token_loss(hidden: Array, labels: Array, **options: Any) -> TokenLoss:
             options["chunk_size"] = self.config.loss_chunk_size
@@ -149,12 +165,47 @@ class CausalLM(StackedModel):
             metrics["cross_entropy_by_source"] = WeightedScalar(mean, counted)
         return loss, metrics
 
+    def _has_objective(self, batch: Batch) -> bool:
+        return self._objective is not None and self._objective.applies_to(batch)
+
+    def _of_objective(
+        self, hidden: Float[Array, "B S D"], batch: Batch
+    ) -> tuple[WeightedScalar, dict[str, Metric]]:
+        """Returns the loss and the metrics of a batch of the objective."""
+        assert self._objective is not None
+        log_probs = self._log_probs(hidden, batch)
+        loss, metrics = self._objective.loss(log_probs, batch)
+        num = jnp.sum(batch["target_labels"] >= 0, dtype=jnp.float32)
+        total = jax.lax.stop_gradient(jnp.sum(log_probs))
+        return loss, metrics | {"cross_entropy": weighted(-total / jnp.maximum(num, 1.0), num)}
+
+    @in_context
+    def log_probs(self, batch: Batch) -> Float[Array, "B S"]:
+        """Returns the log probability of each label in nats, 0 where there is none."""
+        return self._log_probs(self.hidden(batch), batch)
+
+    def _log_probs(self, hidden: Float[Array, "B S D"], batch: Batch) -> Float[Array, "B S"]:
+        options: dict[str, Any] = {"tied": self.config.lm_head is None}
+        options["chunk_size"] = self.config.loss_chunk_size
+        head = self._head_matrix(hidden.dtype)
+        return token_log_probs(self._divided(hidden), head, batch["target_labels"], **options)
+
+    def _head_matrix(self, dtype: Any) -> Array:
+        """Returns the matrix of the head, cast as in `BaseLayer.operands`."""
+        layer = "embedding" if self.config.lm_head is None else "lm_head"
+        return self.parameters[layer]["weight"].astype(dtype)
+
     def token_counts(self, batch: Batch) -> tuple[Array, Array]:
-        """Returns the numbers of tokens with a label and of tokens without padding, float32."""
+        """Returns the numbers that the loss is a mean over, and of tokens without padding, float32.
+
+        The first is that of tokens with a label, unless the batch is one of `objective`.
+        """
         labels, segment_ids = batch["target_labels"], batch.get("segment_ids")
         tokens = jnp.ones_like(labels) if segment_ids is None else segment_ids
         counted = (jnp.sum(mask, dtype=jnp.float32) for mask in (labels >= 0, tokens > 0))
         num_labels, num_tokens = counted
+        if self._objective is not None and self._objective.applies_to(batch):
+            num_labels = self._objective.num_labels(batch)
         return num_labels, num_tokens
 
     @in_context

@@ -115,11 +115,11 @@ class _Split(NamedTuple):
     axes: tuple[str, ...]  # That split tokens or the vocabulary.
     vocab: tuple[str, ...]  # That split the vocabulary.
 
-    def on_device(self, hidden: Array, head: Array, *others: Array | None) -> tuple[Any, ...]:
+    def on_device(self, hidden: Array, head: Array, *others: Any) -> tuple[Any, ...]:
         """Returns the operands of a device, the head whole but for its part of the vocabulary."""
         head = gather(head, self.head, self.axes, keep=self.vocab)
-        hidden, *others = vary((hidden, *others), self.axes)
-        return hidden, head, *others
+        rows, *others = vary((hidden, *others), self.axes)
+        return rows, head, *others
 
 
 def _split(head: Array, labels: Array, tied: bool) -> _Split:

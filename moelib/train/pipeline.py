@@ -277,8 +277,14 @@ def accumulate_in_pipeline(
     The arguments are those of `make_train_step` and of its step; the model has `token_counts`.
 
     Raises:
-        UserError: If the model cannot be cut, or the schedule needs more micro-batches.
+        UserError: If the model cannot be cut, the schedule needs more micro-batches, or the batch
+            has experts to replay.
     """
+    if "expert_ids" in batch:
+        raise UserError(
+            "mesh axis pipeline: the batch has expert_ids, which a pipeline does not give to its "
+            "layers; set replay_routing to False, or pipeline=1."
+        )
     layout, uniform = layout_of(model, pipeline), pipeline.uniform
     specs = specs_by_path(model.create_parameter_specs_recursively())
     quantized = quantized_weights(params, specs, train_dtype)  # For all micro-batches.

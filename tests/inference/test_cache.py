@@ -30,13 +30,13 @@ def by_token(model, params, *, room=32, grow_to=None):
     index = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (3, width))
     cache = new_cache(model, params, 3, room)
     mask = index < LENGTHS[:, None]
-    first, cache = next_logits(model, params, cache, jnp.asarray(IDS[:, :width]), index, mask)
+    first, cache, _ = next_logits(model, params, cache, jnp.asarray(IDS[:, :width]), index, mask)
     if grow_to is not None:
         cache = arrange_caches(model, [cache], grow_to)
 
     def step(cache, token):
         ids, position = (x[:, None] for x in token)
-        logits, cache = next_logits(model, params, cache, ids, position, jnp.ones((3, 1), bool))
+        logits, cache, _ = next_logits(model, params, cache, ids, position, jnp.ones((3, 1), bool))
         return cache, logits
 
     new = np.take_along_axis(IDS, PLACES, axis=1)

@@ -245,6 +245,13 @@ class Tokenizer(Configurable):
         return sizes
 
 
+def saved_tokenizer(folder: str) -> Tokenizer:
+    """Returns the tokenizer that `Tokenizer.save` wrote into a folder. Raises UserError."""
+    eos_token = named_token(storage.read_json(os.path.join(folder, SETTINGS_FILE)), "eos_token")
+    cfg = Tokenizer.default_config().set(path=folder, eos_token=eos_token or END_OF_TEXT)
+    return cfg.instantiate()
+
+
 def read_text(path: str) -> str:
     """Returns the text of a tokenizer.json, or of the one in a folder. Raises UserError."""
     if os.path.isdir(path) or (storage.is_remote(path) and not path.endswith(".json")):

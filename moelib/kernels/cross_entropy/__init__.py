@@ -117,10 +117,10 @@ def _run(
     check_shapes("cross_entropy", shapes)
     backend = chosen_backend("cross_entropy", backend)
     vocab_size = head.shape[0 if options.transposed_head else 1]
-    size = options.chunk_size
+    (num_tokens, dim), size = hidden.shape, options.chunk_size
     if size is None and current_device().platform == "cpu":
         size = xla.CPU_TOKENS
-    size = xla.chunk_size_for(*hidden.shape, vocab_size, size)
+    size = xla.chunk_size_for(num_tokens, dim, vocab_size, size)
     options = dataclasses.replace(options, chunk_size=size)
     reason = f"holds the whole vocabulary; set vocab_axes={options.vocab_axes} to ()."
     reasons = {"reference": reason if options.vocab_axes else None}

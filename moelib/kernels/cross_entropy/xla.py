@@ -86,7 +86,7 @@ def forward(
 
     def step(head_grad: Any, chunk: tuple[Array, ...]) -> tuple[Any, tuple[Array, ...]]:
         labels = chunk[1]
-        rows, logits = _logits(*chunk[:2], head, options)
+        rows, logits = _logits(chunk[0], labels, head, options)
         nll, lse = _nll_and_lse(logits, labels, options)
         if not with_gradients:
             return head_grad, (nll, lse)

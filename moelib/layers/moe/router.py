@@ -12,10 +12,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.errors import UserError
+from moelib.core.metrics import weighted
 from moelib.core.param import ParameterSpec
 from moelib.layers.base import FLOAT32, BaseLayer, bias_spec, weight_spec
 from moelib.layers.moe.balance import BiasBalancing
 from moelib.layers.remat import save_activation, save_routing
+
+# Name, in the state of a router, of the experts of each token [B, S, K]; see
+# `moelib.layers.moe.replay`.
+REPLAYED = "replayed_experts"
 
 
 class Routing(NamedTuple):
@@ -139,7 +144,7 @@ class Router(BaseLayer):
             selection = self.bias_balancing.biased(scores)
         selection = self._in_best_groups(jax.lax.stop_gradient(selection))
         _, expert_ids = jax.lax.top_k(selection, cfg.num_experts_per_token)
-        expert_ids = save_routing(expert_ids)
+        expert_ids = self._replayed(save_routing(expert_ids), mask)
         if cfg.score is Score.SOFTMAX_AFTER_TOP_K:
             weights = jax.nn.softmax(jnp.take_along_axis(logits, expert_ids, -1), -1)
         else:
@@ -149,6 +154,21 @@ class Router(BaseLayer):
         if cfg.bias_balancing is not None:
             self.bias_balancing.count(expert_ids, mask)
         return Routing(expert_ids, weights * cfg.scaling_factor, probs, logits, mask)
+
+    def _replayed(self, own: Int[Array, "B S K"], mask: Bool[Array, "B S"]) -> Int[Array, "B S K"]:
+        """Returns the given experts of tokens that have some, and the router's own of others.
+
+        The summary `replaced` is the share of given experts that the router did not choose.
+        """
+        if REPLAYED not in self.state:
+            return own
+        given = self.state[REPLAYED].astype(own.dtype)
+        is_given = mask & jnp.all((given >= 0) & (given < self.config.num_experts), axis=-1)
+        is_own = jnp.any(given[..., None] == own[..., None, :], axis=-1)  # [B, S, K]
+        num_given = jnp.sum(is_given, dtype=jnp.float32)
+        replaced = jnp.sum(jnp.where(is_given, jnp.mean(~is_own, -1, dtype=jnp.float32), 0.0))
+        self.add_summary("replaced", weighted(replaced / jnp.maximum(num_given, 1.0), num_given))
+        return jnp.where(is_given[..., None], given, own)
 
     def _in_best_groups(self, selection: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
         """Returns the scores that select experts, -inf outside each token's best groups.

@@ -89,13 +89,38 @@ class ChatEncoder:
         Raises:
             RecordError: If it is no conversation to learn from.
         """
-        conversation = read_conversation(record)
+        rendered = self._rendered(read_conversation(record))
+        return [self._example(each, self._options.max_length) for each in rendered]
+
+    def last_answer(self, conversation: Conversation) -> Example:
+        """Returns a whole conversation of which the last message alone is labels.
+
+        Raises:
+            RecordError: If the template refuses it.
+        """
+        rendered = self._rendered(conversation)[-1]
+        return self._example(rendered._replace(spans=rendered.spans[-1:]), None)
+
+    def prompt(self, conversation: Conversation) -> list[int]:
+        """Returns the ids of a conversation up to where the model continues.
+
+        Raises:
+            RecordError: If the template refuses it.
+        """
         self._check_special_tokens(conversation)
+        messages, tools = conversation
         try:
-            rendered = render(self._template, conversation)
+            text = self._template.render(messages, add_generation_prompt=True, tools=tools)
         except TemplateError as error:
             raise RecordError("refused by the template", str(error)) from None
-        return [self._example(each) for each in rendered]
+        return self._tokenizer.encode_rendered(text)
+
+    def _rendered(self, conversation: Conversation) -> list[Rendered]:
+        self._check_special_tokens(conversation)
+        try:
+            return render(self._template, conversation)
+        except TemplateError as error:
+            raise RecordError("refused by the template", str(error)) from None
 
     def _check_special_tokens(self, conversation: Conversation) -> None:
         """Refuses records with the text of a special token: it would end or begin a message."""
@@ -106,7 +131,7 @@ class ChatEncoder:
                 if any(token in text for text in texts):
                     raise RecordError("a special token in a message", f"{name} contains {token!r}")
 
-    def _example(self, rendered: Rendered) -> Example:
+    def _example(self, rendered: Rendered, limit: int | None) -> Example:
         ids, offsets = self._tokenizer.encode_rendered_with_offsets(rendered.text)
         begin, end = np.array(offsets, np.int64).reshape(-1, 2).T
         is_label = np.zeros(len(ids), bool)
@@ -118,7 +143,6 @@ class ChatEncoder:
         if not is_label.any():
             raise RecordError("no label", is_fault=False)
         example = Example(rendered.text, ids, is_label)
-        limit = self._options.max_length
         if limit is None or len(ids) <= limit:
             return example
         fitting = [each + 1 for each in ends if each < limit]

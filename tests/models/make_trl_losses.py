@@ -1,6 +1,6 @@
 """Prints losses and gradients of TRL for fixed inputs, as JSON; run by a Python that has TRL.
 
-PYTHON -m tests.tasks.make_trl_losses > tests/tasks/trl_losses.json
+PYTHON -m tests.models.make_trl_losses > tests/models/trl_losses.json
 """
 
 import json

@@ -120,11 +120,8 @@ def policy_loss(
         raise UserError(f"kl_weight={kl_weight}: pass reference_log_probs, or set it to 0.")
     counted = mask.astype(jnp.float32)
     lengths = jnp.maximum(jnp.sum(counted, axis=1, keepdims=True), 1.0)
-    # Padding may hold anything.
-    difference = jnp.where(mask, log_probs - jax.lax.stop_gradient(old_log_probs), 0.0)
-    if ratio == "sequence":
-        difference = jnp.sum(difference, axis=1, keepdims=True) / lengths
-    ratios, gain = jnp.exp(difference), advantages[:, None]
+    old_log_probs = jax.lax.stop_gradient(old_log_probs)
+    ratios, gain = policy_ratios(log_probs, old_log_probs, mask, ratio), advantages[:, None]
     losses = -jnp.minimum(ratios * gain, jnp.clip(ratios, 1 - low, 1 + high) * gain)
     losses = losses if weights is None else losses * jnp.where(mask, weights, 0.0)
     if kl_weight > 0:
@@ -135,6 +132,20 @@ def policy_loss(
         return Sum(jnp.sum(losses * counted), jnp.sum(counted))
     used = jnp.any(mask, axis=1).astype(jnp.float32)
     return Sum(jnp.sum(losses * counted / lengths), jnp.sum(used))
+
+
+def policy_ratios(
+    log_probs: Float[Array, "B S"],
+    old_log_probs: Float[Array, "B S"],
+    mask: Bool[Array, "B S"],
+    ratio: Literal["token", "sequence"],
+) -> Float[Array, "B _"]:
+    """Returns the ratio of new and old probability, of each token or answer; 1 for padding."""
+    difference = jnp.where(mask, log_probs - old_log_probs, 0.0)  # Padding may hold anything.
+    if ratio == "sequence":
+        lengths = jnp.maximum(jnp.sum(mask, axis=1, keepdims=True), 1)
+        difference = jnp.sum(difference, axis=1, keepdims=True) / lengths
+    return jnp.exp(difference)
 
 
 def importance_weights(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moelib.core.errors import UserError
-from moelib.tasks.preferences import (
+from moelib.models.preferences import (
     dpo_loss,
     group_advantages,
     importance_weights,
@@ -60,7 +60,7 @@ def test_losses_and_gradients_are_those_of_trl(name):
 @pytest.mark.hf
 def test_trl_gives_what_the_file_says():
     python = os.environ.get("MOELIB_HF_PYTHON") or pytest.skip("MOELIB_HF_PYTHON is not set")
-    command = [python, "-m", "tests.tasks.make_trl_losses"]
+    command = [python, "-m", "tests.models.make_trl_losses"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, encoding="utf-8")
     assert json.loads(done.stdout) == FOUND
 
