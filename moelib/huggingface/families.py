@@ -224,7 +224,7 @@ def _differences(a: dict[str, Any], b: dict[str, Any], of_a: str, of_b: str) -> 
 # Fields that matter only for training or storage.
 _NOT_COMPUTED = re.compile(
     r"(^|\.)(name|input_dim|dtype|param_init|output_init|remat|dispatcher|load_balance_loss|router_z_loss"
-    r"|z_loss|loss_weight|rate|report_expert_counts|quantization|adapter)(\.|\[|\(|$)"
+    r"|z_loss|objective|loss_weight|rate|report_expert_counts|quantization|adapter)(\.|\[|\(|$)"
 )
 
 

@@ -118,8 +118,8 @@ class _Split(NamedTuple):
     def on_device(self, hidden: Array, head: Array, *others: Any) -> tuple[Any, ...]:
         """Returns the operands of a device, the head whole but for its part of the vocabulary."""
         head = gather(head, self.head, self.axes, keep=self.vocab)
-        rows, *others = vary((hidden, *others), self.axes)
-        return rows, head, *others
+        varying = vary((hidden, *others), self.axes)
+        return varying[0], head, *varying[1:]
 
 
 def _split(head: Array, labels: Array, tied: bool) -> _Split:

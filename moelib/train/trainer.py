@@ -15,7 +15,7 @@ from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.checkpoint.contents import CheckpointMismatchError, RunRecord
 from moelib.checkpoint.restore import Restored
 from moelib.checkpoint.safetensors import file_sums
-from moelib.core import tree
+from moelib.core import precision, tree
 from moelib.core.config import (
     REQUIRED,
     DType,
@@ -27,11 +27,13 @@ from moelib.core.config import (
 from moelib.core.config_types import NonNegativeInt, PositiveFloat, PositiveInt
 from moelib.core.errors import UserError
 from moelib.core.module import Module
+from moelib.core.tree import Nested
 from moelib.data.batches.input import BatchIterator, Input
 from moelib.data.batches.prefetch import Prefetcher, host_rows, put_batch
 from moelib.data.batches.skip_batches import SKIPPED, SkippingBatches
 from moelib.huggingface.pretrained import FILES, copy_files
 from moelib.learner.learner import Learner
+from moelib.models.model import Model
 from moelib.parallel import sharding
 from moelib.parallel.mesh import MESH_AXIS_NAMES, HybridMeshShape, mesh_shape_from_axes
 from moelib.parallel.pipeline.schedule import Schedule
@@ -215,7 +217,7 @@ class SpmdTrainer(StepProgram):
     def input(self) -> Input:
         """The training input, opened on first use."""
         opened = self._completed.input.instantiate()
-        opened.parameters = self._params_on_host
+        opened.parameters, opened.policy = self._params_on_host, self._policy
         return opened
 
     def result(self) -> Any:
@@ -233,6 +235,13 @@ class SpmdTrainer(StepProgram):
         replicated = jax.sharding.NamedSharding(self.mesh(), jax.sharding.PartitionSpec())
         params = jax.jit(lambda x: x, out_shardings=replicated)(self.trainer_state.model)
         return self.model.result_of(jax.tree.map(np.asarray, params))
+
+    def _policy(self) -> tuple[Model, Nested] | None:
+        """Returns the model and its current parameters as a step reads them; None without state."""
+        if self._state is None:
+            return None
+        specs, params = self.model.create_parameter_specs_recursively(), self.trainer_state.model
+        return self.model, precision.cast_parameters(params, specs, self.config.train_dtype)
 
     @property
     def trainer_state(self) -> TrainerState:

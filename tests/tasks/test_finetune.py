@@ -14,7 +14,8 @@ from moelib.data.tokens.prepare import prepare
 from moelib.data.tokens.tokenizer import ByteTokenizer
 from moelib.huggingface.families import read_model
 from moelib.huggingface.pretrained import save_pretrained
-from moelib.tasks.finetune import FineTuning, finetune, finetune_config, parameter_table
+from moelib.tasks.fine_tuning import FineTuning
+from moelib.tasks.finetune import finetune, finetune_config, parameter_table
 from moelib.train import convert
 
 MODEL = {"model_type": "mixtral", "vocab_size": 264, "hidden_size": 16, "intermediate_size": 24}
@@ -111,7 +112,7 @@ def test_an_adapted_run_is_not_written_without_its_adapters(folders, tmp_path):
 
 
 def test_all_parameters_are_trained_without_a_rank(folders, tmp_path):
-    cfg = finetune_config(settings(folders, tmp_path, lora_rank=None, lr=None))
+    cfg = finetune_config(settings(folders, tmp_path, full=True, lr=None))
     (trained, frozen) = parameter_table(cfg).rows
     assert frozen[1] == "0"
     assert trained[2] == "100.00%"

@@ -78,6 +78,8 @@ class Input(Configurable):
     reads_parameters: bool = False
     # Returns the current parameters on the host, as `Model.result_of` does; set by the trainer.
     parameters: Callable[[], Any] = staticmethod(lambda: None)
+    # Returns the model and its parameters on the devices, cast as in a step; set by the trainer.
+    policy: Callable[[], Any] = staticmethod(lambda: None)
     # Names of the sources that `source_ids` tells apart, of a mixture; () for other inputs.
     source_names: Sequence[str] = ()
 

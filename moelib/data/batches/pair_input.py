@@ -57,7 +57,7 @@ def arrays_of(pairs: Iterable[Pair]) -> dict[str, npt.NDArray[Any]]:
     }
 
 
-def write_pairs(folder: str, arrays: Arrays) -> None:
+def write_pairs(folder: str, arrays: dict[str, Any]) -> None:
     """Writes pairs.npz into a folder."""
     with storage.atomic_file(os.path.join(folder, PAIRS), binary=True) as file:
         np.savez(file, **arrays)

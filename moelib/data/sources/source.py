@@ -97,6 +97,21 @@ class RecordPart(Part, Protocol):
         ...
 
 
+def records_of[T](
+    part: Part, read: Callable[[Mapping[str, Any]], T], bad_records: BadRecords | None = None
+) -> Iterator[T]:
+    """Yields what `read` returns of each record of a part; see `RecordPart.records`.
+
+    Raises:
+        UserError: If the part has no records.
+    """
+    if (records := getattr(part, "records", None)) is None:
+        raise UserError(
+            f"{part.name} holds no records; use JSON lines, Parquet, Arrow, CSV or TSV."
+        )
+    return records(read, bad_records)
+
+
 def record_as_text(record: Mapping[str, Any]) -> str:
     """Returns a whole record as a document: JSON."""
     return json.dumps(record, ensure_ascii=False, default=str)

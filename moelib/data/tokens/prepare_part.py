@@ -16,7 +16,7 @@ import numpy as np
 
 from moelib.core.errors import UserError
 from moelib.data.sources.files import check_unchanged, text_pieces
-from moelib.data.sources.source import BadRecordError, BadRecords, Part
+from moelib.data.sources.source import BadRecordError, BadRecords, Part, records_of
 from moelib.data.tokens import token_store
 from moelib.data.tokens.chat.conversation import RecordError
 from moelib.data.tokens.chat.labels import ChatEncoder, ChatOptions, Example, bounds_of
@@ -149,12 +149,7 @@ def _encoded(
             encoded = iter(tokenizer.encode_batch([text for text in texts if text]))
             yield [(text, next(encoded) if text else []) for text in texts]
         return
-    if (records := getattr(part, "records", None)) is None:
-        raise UserError(
-            f"{part.name} holds no records; prepare conversations from JSON lines, Parquet, Arrow, "
-            "CSV or TSV."
-        )
-    for examples in records(chat.examples, counter):
+    for examples in records_of(part, chat.examples, counter):
         yield [(example.text, example.ids) for example in examples]
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from moelib.data.sources.source import BadRecords, Source
+from moelib.data.sources.source import BadRecords, Source, records_of
 from moelib.data.tokens.chat.conversation import Conversation, RecordError, read_conversation
 from moelib.data.tokens.chat.labels import ChatEncoder, ChatOptions, Example
 from moelib.data.tokens.tokenizer import Tokenizer
@@ -55,7 +55,7 @@ def read_pairs(
         return found
 
     for part in source.parts():
-        yield from part.records(pair, bad)
+        yield from records_of(part, pair, bad)
 
 
 def _conversation(record: Mapping[str, Any], side: str) -> Conversation:
@@ -98,4 +98,4 @@ def read_prompts(
         return Prompt(ids, checked.messages, columns)
 
     for part in source.parts():
-        yield from part.records(prompt, bad)
+        yield from records_of(part, prompt, bad)

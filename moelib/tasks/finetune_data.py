@@ -1,0 +1,174 @@
+"""The data of fine-tuning: records become a folder next to the run, which its input reads.
+
+A folder holds `request.json`, the settings that made it, written last; others are refused.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from moelib.core.errors import UserError
+from moelib.data.batches.input import Input
+from moelib.data.batches.lm_input import LMInput
+from moelib.data.batches.packing import LongDocuments, Packing
+from moelib.data.batches.pair_input import PairInput, arrays_of, rows_of, write_pairs
+from moelib.data.sources.source import BadRecords, Source, fingerprint
+from moelib.data.sources.source_for_path import source_for_path
+from moelib.data.tokens.chat import pairs as pairs_lib
+from moelib.data.tokens.chat.labels import ChatOptions, chat_options
+from moelib.data.tokens.chat.template import ChatTemplate, find_template
+from moelib.data.tokens.prepare import prepare
+from moelib.data.tokens.token_store import META, TokenStore
+from moelib.data.tokens.tokenizer import Tokenizer
+from moelib.huggingface.published_tokenizer import read_tokenizer
+from moelib.inference.conversation import ChatFormat
+from moelib.models.objective import pair_log_probs
+from moelib.runs.loading import load_model, stop_ids_of_model
+from moelib.runtime import storage
+from moelib.tasks.fine_tuning import FineTuning
+from moelib.tasks.rollout_input import RolloutInput, log_probs, write_prompts, write_stop_ids
+
+_REQUEST = "request.json"
+
+
+def input_of(settings: FineTuning, model: Any) -> Input.Config:
+    """Returns the config of the input, whose data are prepared now if they are records.
+
+    Args:
+        settings: The settings.
+        model: Config of the model.
+
+    Raises:
+        UserError: If there are no such records, no chat template, or no reward.
+    """
+    sizes: dict[str, Any] = {"seq_len": settings.seq_len, "global_batch_size": settings.batch_size}
+    if settings.objective == "sft":
+        return LMInput.default_config().set(
+            source=TokenStore.default_config().set(path=_store(settings)),
+            packing=Packing.BEST_FIT,
+            long_documents=LongDocuments.SPLIT,
+            vocab_size=model.vocab_size,
+            **sizes,
+        )
+    folder = settings.trainer_dir.rstrip("/") + ".data"
+    if settings.objective == "dpo":
+        _made(settings, folder, _write_pairs)
+        return PairInput.default_config().set(path=folder, **sizes)
+    if settings.reward is None:
+        raise UserError(
+            f"objective={settings.objective} needs a reward; set reward (--reward) to a Python "
+            "function, as module:function."
+        )
+    _made(settings, folder, _write_prompts)
+    names = ("reward", "group_size", "max_new_tokens", "steps_per_rollout", "replay_routing")
+    fields = {name: getattr(settings, name) for name in names}
+    return RolloutInput.default_config().set(path=folder, **fields, **sizes)
+
+
+def _store(settings: FineTuning) -> str:
+    """Returns the token store of the data; conversations are prepared now, next to the run."""
+    if os.path.exists(os.path.join(settings.data, META)):
+        return settings.data
+    records, tokenizer, template = _opened(settings)
+    chat = chat_options(template, records, max_length=settings.seq_len)
+    store = settings.trainer_dir.rstrip("/") + ".data"
+    prepare(records, tokenizer, store, chat=chat, append_eos=False)
+    return store
+
+
+def _opened(settings: FineTuning) -> tuple[Source, Tokenizer, ChatTemplate]:
+    """Returns the records, and the tokenizer and the template of the model. Raises UserError."""
+    records = source_for_path(settings.data, text_field=None).instantiate()
+    records.parts()  # Absent files are the first error.
+    tokenizer = read_tokenizer(settings.model, published=True)
+    template = find_template(settings.model, settings.chat_template, tokenizer)
+    if template is None:
+        raise UserError(
+            f"model={settings.model} has no chat template; set chat_template (--chat_template) to "
+            "chatml, llama3, plain or a file of Jinja."
+        )
+    return records, tokenizer, template
+
+
+_Write = Callable[[FineTuning, str, Source, ChatOptions, Tokenizer, BadRecords], int]
+
+
+def _made(settings: FineTuning, folder: str, write: _Write) -> None:
+    """Makes the folder of the data, unless the same request made it.
+
+    Raises:
+        UserError: If another request made it, or no record is of use.
+    """
+    records, tokenizer, template = _opened(settings)
+    options = chat_options(template, records, max_length=settings.seq_len)
+    names = ("objective", "model", "seq_len", "dtype")
+    request = {name: getattr(settings, name) for name in names} | {
+        "records": fingerprint(records.parts()),
+        "template": options.template,
+    }
+    path = os.path.join(folder, _REQUEST)
+    if found := storage.read_json(path):
+        if different := [name for name in request if request[name] != found.get(name)]:
+            raise UserError(
+                f"{folder} was made with another {', '.join(different)}; restore it, set another "
+                "trainer_dir, or delete the folder."
+            )
+        return
+    storage.make_folder(folder)
+    bad = BadRecords()
+    count = write(settings, folder, records, options, tokenizer, bad)
+    for reason, number in bad.reasons.items():
+        print(f"{number} records left out: {reason} (the first: {bad.first:.200}).")
+    if not count:
+        raise UserError(f"{settings.data} holds no record of use: {bad.first or 'it is empty'}.")
+    tokenizer.chat_template = options.template
+    tokenizer.save(folder)
+    storage.write_json(path, request)
+
+
+def _write_pairs(
+    settings: FineTuning,
+    folder: str,
+    records: Source,
+    options: ChatOptions,
+    tokenizer: Tokenizer,
+    bad: BadRecords,
+) -> int:
+    """Writes the pairs, with their log probabilities under the model; returns their number."""
+    arrays = arrays_of(pairs_lib.read_pairs(records, options, tokenizer, bad))
+    num, size = len(arrays["lengths"]), settings.batch_size
+    if num:
+        mesh = settings.mesh or f"fsdp={jax.device_count()}"
+        loaded = load_model(settings.model, dtype=settings.dtype, mesh=mesh)
+        with loaded.on_mesh():
+            for first in range(0, num, size):
+                indices = [min(i, num - 1) for i in range(first, first + size)]
+                batch = rows_of(arrays, indices, settings.seq_len, tokenizer.eos_id)
+                of_tokens = log_probs(loaded.model, loaded.parameters, batch)
+                sums = np.asarray(pair_log_probs(of_tokens, batch))
+                arrays["reference_log_probs"][first : first + size] = sums[: num - first]
+    write_pairs(folder, arrays)
+    return num
+
+
+def _write_prompts(
+    settings: FineTuning,
+    folder: str,
+    records: Source,
+    options: ChatOptions,
+    tokenizer: Tokenizer,
+    bad: BadRecords,
+) -> int:
+    """Writes the prompts, and the tokens that end an answer; returns their number."""
+    room = settings.seq_len - settings.max_new_tokens + 1
+    chat = ChatFormat(options.chat_template(), tokenizer)
+    options = dataclasses.replace(options, max_length=max(room, 1))
+    prompts = list(pairs_lib.read_prompts(records, options, tokenizer, bad))
+    write_prompts(folder, prompts)
+    ends = stop_ids_of_model(settings.model, tokenizer, tokenizer.vocab_size)
+    write_stop_ids(folder, [*ends, *chat.stop_ids])
+    return len(prompts)
