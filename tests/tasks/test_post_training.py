@@ -31,7 +31,9 @@ def folder(tmp_path_factory):
         jax.random.key(0)
     )
     save_pretrained(str(root / "model"), cfg, params, tokenizer=tokenizer)
-    pairs = [{"prompt": f"{i}?", "chosen": f"yes {i}", "rejected": f"no, not {i}"} for i in range(9)]
+    pairs = [
+        {"prompt": f"{i}?", "chosen": f"yes {i}", "rejected": f"no, not {i}"} for i in range(9)
+    ]
     lines = {"pairs": pairs, "prompts": [{"prompt": f"{i}?", "wanted": "e"} for i in range(5)]}
     for name, records in lines.items():
         (root / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in records))
@@ -57,7 +59,7 @@ def share_of_letters(prompts, completions, wanted):
     """Returns the share of ASCII letters in each answer; a reward."""
     assert prompts[0][0]["role"] == "user"
     assert wanted == ["e"] * len(completions)
-    return [sum(x.isascii() and x.isalpha() for x in text) / 6 for text in completions]
+    return [sum(x.isascii() and x.isalpha() for x in text) / 3 for text in completions]
 
 
 def metrics_of(settings):
@@ -79,8 +81,14 @@ def test_preferences_begin_at_the_reference_and_are_learned(folder, tmp_path, fu
 
 @pytest.mark.parametrize("objective", ["grpo", "gspo"])
 def test_rewards_rise_and_the_sampler_agrees_with_the_trainer(folder, tmp_path, objective):
-    steps = metrics_of(settings(folder, tmp_path, objective, max_step=12, batch_size=32))
+    steps = metrics_of(
+        settings(folder, tmp_path, objective, max_step=20, batch_size=64, lr=3e-2, max_new_tokens=3)
+    )
     assert all(x["mismatch"] < 1e-5 for x in steps)
-    (replaced,) = [name for name in steps[0] if "replaced" in name]
-    assert all(x[replaced] < 0.01 for x in steps)
+    replaced = [name for name in steps[0] if "replaced" in name]
+    assert len(replaced) == 2
+    assert all(x[name] < 0.01 for x in steps for name in replaced)
+    print(
+        "REW", [round(x["reward"], 3) for x in steps], [x["mismatch"] for x in steps][:3], replaced
+    )
     assert steps[-1]["reward"] > steps[0]["reward"] + 0.1

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Integer
 
 from moelib.core import tree
 from moelib.core.errors import UserError
@@ -47,7 +47,7 @@ def _walk(
             yield from _walk(module.children[name], (*path, name), (*index, i))
 
 
-def recorded_experts(model: Module, outputs: Nested) -> Int[Array, "B S L K"] | None:
+def recorded_experts(model: Module, outputs: Nested) -> Integer[Array, "B S L K"] | None:
     """Returns the experts that MoE layers recorded in a call; None of a model without such layers.
 
     An id of E or more is no expert's.
@@ -65,7 +65,7 @@ def recorded_experts(model: Module, outputs: Nested) -> Int[Array, "B S L K"] | 
     return jnp.stack(found, axis=2) if found else None
 
 
-def with_replay(model: Module, state: Nested, expert_ids: Int[Array, "B S L K"]) -> Nested:
+def with_replay(model: Module, state: Nested, expert_ids: Integer[Array, "B S L K"]) -> Nested:
     """Returns parameters of a model with the experts of each token, for one call.
 
     An id that is no expert's leaves the choice to the router.
