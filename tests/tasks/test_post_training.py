@@ -1,21 +1,28 @@
 """Preferences and rewards: what a run learns, what is recorded, and what is refused."""
 
+import dataclasses
+import http.server
 import json
 import math
 import pathlib
+import threading
+import time
 
 import jax
 import numpy as np
 import pytest
 
+from moelib.core.config import config_for_function
 from moelib.core.errors import UserError
 from moelib.data.tokens.tokenizer import ByteTokenizer
 from moelib.huggingface.families import read_model
 from moelib.huggingface.pretrained import save_pretrained
+from moelib.inference.rollout import Rollout
 from moelib.tasks.fine_tuning import FineTuning
 from moelib.tasks.finetune import finetune_config
 from moelib.tasks.fit import fit
-from moelib.tasks.rollout_input import RewardError
+from moelib.tasks.openai_sampler import OpenAISampler, ServerError
+from moelib.tasks.rollout_input import RewardError, RolloutInput
 
 MODEL = {"model_type": "mixtral", "vocab_size": 264, "hidden_size": 16, "intermediate_size": 24}
 MODEL |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -88,7 +95,208 @@ def test_rewards_rise_and_the_sampler_agrees_with_the_trainer(folder, tmp_path, 
     replaced = [name for name in steps[0] if "replaced" in name]
     assert len(replaced) == 2
     assert all(x[name] < 0.01 for x in steps for name in replaced)
-    print(
-        "REW", [round(x["reward"], 3) for x in steps], [x["mismatch"] for x in steps][:3], replaced
+    assert steps[0]["reward"] < 0.3
+    assert steps[-1]["reward"] > 0.8
+
+
+def test_a_resumed_run_draws_the_same_answers(folder, tmp_path):
+    fields = {"max_step": 4, "max_new_tokens": 3, "steps_per_rollout": 2}
+    whole = metrics_of(settings(folder, tmp_path / "whole", "grpo", **fields))
+    cut = settings(folder, tmp_path / "cut", "grpo", **fields)
+    fit(finetune_config(cut).set(log_every_n_steps=1), max_step=2)
+    resumed = metrics_of(cut)
+    assert [x["step"] for x in resumed] == [1, 2, 3, 4]
+    for name in ("loss", "reward", "mismatch", "gradient_norm"):
+        assert [x[name] for x in resumed] == [x[name] for x in whole]
+    assert whole[1]["mismatch"] < 1e-5  # Against the log probabilities before the first step.
+
+
+# -- What ends a run, and what samplers and rewards must give ------------------------------------
+
+
+def prompts_folder(folder, lines=({"ids": [72, 63], "messages": [], "columns": {"wanted": "e"}},)):
+    """Writes prompts of a byte tokenizer into a folder."""
+    ByteTokenizer.default_config().instantiate().save(str(folder))
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    return str(folder)
+
+
+def canned(answers):
+    """Returns a sampler that gives these texts."""
+
+    def sample(prompts, seeds):
+        assert len(prompts) == len({*seeds})
+        return [Rollout([*text.encode()], [-0.5] * len(text)) for text in answers]
+
+    return sample
+
+
+def rollout_input(folder, answers=("a", "bb", "cc", "d"), **fields):
+    fields = {"group_size": 4, "max_new_tokens": 3, "seq_len": 8, "global_batch_size": 4} | fields
+    cfg = RolloutInput.default_config().set(path=prompts_folder(folder), experts=[], **fields)
+    cfg.sampler = config_for_function(canned).set(answers=list(answers))
+    opened = cfg.instantiate()
+    opened.policy = lambda: (None, None)
+    return opened
+
+
+def length(prompts, completions, wanted):
+    return [len(text) for text in completions]
+
+
+def ones(prompts, completions, wanted):
+    return [1] * len(completions)
+
+
+def nan(prompts, completions, wanted):
+    return [math.nan] * len(completions)
+
+
+def too_few(prompts, completions, wanted):
+    return [0.0]
+
+
+def raises(prompts, completions, wanted):
+    raise ZeroDivisionError("no")
+
+
+def hangs(prompts, completions, wanted):
+    time.sleep(5)
+
+
+def test_rows_hold_answers_with_the_advantages_of_their_groups(tmp_path):
+    batch = rollout_input(tmp_path, reward=f"{__name__}:length").batch(0, range(4))
+    np.testing.assert_array_equal(batch["input_ids"][1][:3], [72, 63, ord("b")])
+    labels = [[-1, 97, -1], [-1, 98, 98], [-1, 99, 99], [-1, 100, -1]]
+    np.testing.assert_array_equal(batch["target_labels"][:, :3], labels)
+    np.testing.assert_array_equal(batch["segment_ids"].sum(1), [2, 3, 3, 2])
+    np.testing.assert_allclose(batch["sampler_log_probs"][1][:4], [0, -0.5, -0.5, 0])
+    deviation = 1 / np.sqrt(3)  # Of 1, 2, 2, 1 with 3 degrees of freedom.
+    np.testing.assert_allclose(
+        batch["advantages"], np.array([-0.5, 0.5, 0.5, -0.5]) / deviation, rtol=1e-3
     )
-    assert steps[-1]["reward"] > steps[0]["reward"] + 0.1
+
+
+def test_answers_with_equal_rewards_teach_nothing(tmp_path):
+    batch = rollout_input(tmp_path, reward=f"{__name__}:ones").batch(0, range(4))
+    assert np.all(batch["target_labels"] == -1)
+    assert batch["rewards"].tolist() == [1] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nan", "gave nan to the completion 'a'"),
+        ("too_few", r"returned \[0.0\]; return a list of 4"),
+        ("raises", "raised ZeroDivisionError: no"),
+        ("hangs", "took longer than reward_seconds=0.2"),
+    ],
+)
+def test_rewards_that_are_no_numbers_are_refused(tmp_path, name, message):
+    opened = rollout_input(tmp_path, reward=f"{__name__}:{name}", reward_seconds=0.2)
+    with pytest.raises(RewardError, match=message):
+        opened.batch(0, range(4))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"group_size": 1}, "group_size=1: set it to 2 or more"),
+        ({"group_size": 3}, "a divisor of the 4 answers"),
+        ({"seq_len": 3}, "set seq_len to 4 or more"),
+        ({"reward": "os:system"}, "standard library"),
+        ({"reward": f"{__name__}:absent"}, "absent"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(tmp_path, fields, message):
+    with pytest.raises(UserError, match=message):
+        rollout_input(tmp_path, **{"reward": f"{__name__}:ones"} | fields)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),
+        ({"prompt": "a", "chosen": "b"}, "not rejected"),
+        ({"chosen": "b", "rejected": "c"}, "chosen is a text; add a prompt"),
+        ({"prompt": "a", "chosen": "b", "rejected": " "}, "an empty message"),
+    ],
+)
+def test_pairs_of_no_use_are_named(folder, tmp_path, record, message):
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(record))
+    given = settings(folder, tmp_path / "run", "dpo")
+    with pytest.raises(UserError, match=message):
+        finetune_config(dataclasses.replace(given, data=str(tmp_path / "pairs.jsonl")))
+
+
+def test_data_of_another_request_are_not_used(folder, tmp_path):
+    finetune_config(settings(folder, tmp_path / "run", "grpo"))
+    with pytest.raises(UserError, match="made with another seq_len"):
+        finetune_config(settings(folder, tmp_path / "run", "grpo", seq_len=65))
+    with pytest.raises(UserError, match="needs a reward"):
+        finetune_config(settings(folder, tmp_path / "run", "grpo", reward=None))
+
+
+# -- A server --------------------------------------------------------------------------------------
+
+
+class _Server(http.server.BaseHTTPRequestHandler):
+    answers = []  # Of the requests, in order: (status, content).
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.bodies.append(body)
+        status, content = self.server.answers.pop(0)
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(content).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Server) as running:
+        running.bodies, running.answers = [], []
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield running
+        running.shutdown()
+
+
+def ask(server, **fields):
+    cfg = OpenAISampler.default_config().set(
+        url=f"http://127.0.0.1:{server.server_port}", model="m", max_new_tokens=3, num_retries=1
+    )
+    return cfg.set(**fields).instantiate()([[5, 6]], [7])
+
+
+def completion(**fields):
+    choice = {"token_ids": [1, 2], "logprobs": {"token_logprobs": [-0.1, -0.2]}}
+    return {"choices": [choice | {"finish_reason": "stop"} | fields]}
+
+
+def test_a_server_gives_answers_and_their_experts(server):
+    experts = {"routed_experts": [[[2, 3]], [[4, 5]]]}
+    given = completion(**experts) | {"prompt_routed_experts": [[[0, 1]], [[1, 0]]]}
+    server.answers += [(503, {}), (200, given)]
+    (found,) = ask(server, with_experts=True)
+    assert found[:2] == ([1, 2], [-0.1, -0.2])
+    assert found.expert_ids.tolist() == [[[0, 1]], [[1, 0]], [[2, 3]]]
+    body = server.bodies[1]
+    assert (body["prompt"], body["temperature"], body["seed"]) == ([5, 6], 1.0, 7)
+
+
+@pytest.mark.parametrize(
+    ("answer", "fields", "message"),
+    [
+        ((200, completion(token_ids=None)), {}, "returns token_ids and logprobs"),
+        ((200, completion()), {"with_experts": True}, "prompt_routed_experts"),
+        ((200, completion(token_ids=[1])), {}, "1 tokens and 2 log probabilities"),
+        ((404, {"error": "no such model"}), {}, "404: .*no such model"),
+    ],
+)
+def test_a_server_without_what_training_needs_is_refused(server, answer, fields, message):
+    server.answers.append(answer)
+    with pytest.raises(ServerError, match=message):
+        ask(server, **fields)
