@@ -76,7 +76,7 @@ def metrics_of(settings):
     return [found for line in lines if "loss" in (found := json.loads(line))]
 
 
-@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("full", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_preferences_begin_at_the_reference_and_are_learned(folder, tmp_path, full):
     steps = metrics_of(settings(folder, tmp_path / "run", "dpo", full=full, max_step=8))
     assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
@@ -86,7 +86,7 @@ def test_preferences_begin_at_the_reference_and_are_learned(folder, tmp_path, fu
     assert steps[-1]["loss"] < 0.6
 
 
-@pytest.mark.parametrize("objective", ["grpo", "gspo"])
+@pytest.mark.parametrize("objective", ["grpo", pytest.param("gspo", marks=pytest.mark.slow)])
 def test_rewards_rise_and_the_sampler_agrees_with_the_trainer(folder, tmp_path, objective):
     steps = metrics_of(
         settings(folder, tmp_path, objective, max_step=20, batch_size=64, lr=3e-2, max_new_tokens=3)
@@ -251,7 +251,7 @@ class _Server(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(json.dumps(content).encode())
 
-    def log_message(self, *args):
+    def log_message(self, format, *args):
         pass
 
 
