@@ -80,6 +80,7 @@ def show(flags: Flags, cfg: Any, first: int, stop: int) -> str:
         max_chars=flags.max_chars,
         sources=[names[k] for k in opened.source_ids(position)] if names else (),
         end_id=getattr(opened, "eos_id", None) if tokenizer is None else tokenizer.eos_id,
+        in_colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ,
     )
     skipped = f", after skipped batches {ranges}" if ranges else ""
     shown = f"sequences {first} to {min(stop, num) - 1} of {num:,}"

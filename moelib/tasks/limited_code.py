@@ -1,7 +1,7 @@
 """A process that runs code with limits.
 
-It reads JSON, {"code", "seconds", "megabytes", "file_size"}. This file imports nothing of moelib, so
-that the process starts fast.
+It reads JSON, {"code", "seconds", "megabytes", "file_size"}. It imports nothing of moelib, so
+that it starts fast.
 """
 
 import contextlib

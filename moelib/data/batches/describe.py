@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from moelib.core.tree import Batch
 
 _Ints = npt.NDArray[np.integer]
+_BYTES = "target_num_bytes"  # An array that not all inputs have.
 
 
 def batch_of_step(
@@ -56,6 +57,7 @@ def describe_batch(
     max_chars: int | None = 200,
     sources: Sequence[str] = (),
     end_id: int | None = None,
+    in_colour: bool = False,
 ) -> str:
     """Returns the sequences of a batch as text, a paragraph each and a line per document.
 
@@ -76,6 +78,7 @@ def describe_batch(
             for whole texts.
         sources: Name of the source of each sequence of the batch; empty for none.
         end_id: Token that ends a document, where several are one segment.
+        in_colour: Whether tokens after which one is predicted are green, for terminals.
 
     Raises:
         UserError: If the tokenizer lacks a token id.
@@ -93,23 +96,27 @@ def describe_batch(
             return shown
         return f"{shown[: max_chars // 2]} ... {shown[-max_chars // 2 :]}"
 
+    def run_text(row: int, run: _Ints) -> str:
+        shown = text(ids[row][run])
+        if targets[row][run[0]] < 0:
+            return f"[[{shown}]]"
+        return f"\x1b[32m{shown}\x1b[0m" if in_colour else shown
+
     lines = []
     for row in range(first_sequence, min(len(ids), first_sequence + max_sequences)):
         documents = _documents(ids[row], segments[row], end_id)
         of = f" of {sources[row]}" if sources else ""
         lines.append(
             f"sequence {row}{of}: {len(documents)} documents, {np.sum(segments[row] > 0)} of "
-            f"{ids.shape[1]} tokens, {batch['target_num_bytes'][row]} bytes of targets"
+            f"{ids.shape[1]} tokens"
+            + (f", {batch[_BYTES][row]} bytes of targets" if _BYTES in batch else "")
         )
         for number, mine in enumerate(documents, 1):
             first, last = batch["positions"][row][mine[[0, -1]]]
             has_target = targets[row][mine] >= 0
             counted = "" if has_target.all() else f" {has_target.sum()} with a target,"
             runs = np.split(mine, np.flatnonzero(np.diff(has_target)) + 1)
-            shown = " ".join(
-                text(ids[row][run]) if targets[row][run[0]] >= 0 else f"[[{text(ids[row][run])}]]"
-                for run in runs
-            )
+            shown = " ".join(run_text(row, run) for run in runs)
             target = text(targets[row][mine[-1:]]) if has_target[-1] else "(none)"
             lines.append(
                 f"  {number}: {len(mine)} tokens,{counted} positions {first} to {last}: "
