@@ -275,10 +275,11 @@ def router_cast_to_bfloat16(known, self):
 
 
 @replaces(step_module, "accumulate", "bfloat16")
-def sums_of_gradients_cast_to_bfloat16(known, fn, batch, *, num_microbatches, state):
+def sums_of_gradients_cast_to_bfloat16(known, fn, batch, *, num_microbatches, state, sums):
     """Gradients of micro-batches in bfloat16 are summed in it."""
-    done = known(fn, batch, num_microbatches=num_microbatches, state=state)
-    one = jax.eval_shape(fn, jax.tree.map(lambda x: x[::num_microbatches], batch), state)[2]
+    done = known(fn, batch, num_microbatches=num_microbatches, state=state, sums=sums)
+    rows = jax.tree.map(lambda x: x[::num_microbatches], batch)
+    one = jax.eval_shape(lambda *args: fn(*args, None), rows, state)[2]
     # XLA removes a pair of casts.
     rounded = lambda x, like: jax.lax.reduce_precision(x, 8, 7) if like.dtype == jnp.bfloat16 else x
     return done._replace(gradients=jax.tree.map(rounded, done.gradients, one))
