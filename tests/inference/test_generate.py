@@ -266,7 +266,7 @@ def test_the_batch_is_not_larger_than_the_number_of_prompts(model, monkeypatch):
     def ended_at_once(*arguments, batch_size):
         del arguments
         seen.append(batch_size)
-        yield np.array([decode.NO_TOKEN] * batch_size)
+        yield decode.Drawn(np.array([decode.NO_TOKEN] * batch_size))
 
     monkeypatch.setattr("moelib.inference.generate.decode", ended_at_once)
     assert many(model, **DRAWN, batch_size=100) == [[]] * 4

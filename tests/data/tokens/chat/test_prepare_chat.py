@@ -280,5 +280,5 @@ def test_the_command_requires_a_template(tmp_path, capfd):
 
 def test_documents_in_memory_are_no_records(tmp_path):
     texts = InMemorySource.default_config().set(texts=RECORDS).instantiate()
-    with pytest.raises(UserError, match="no records; prepare conversations from JSON lines"):
+    with pytest.raises(UserError, match="no records; use JSON lines"):
         prepare(texts, TOKENIZER, str(tmp_path / "a"), **CHAT)
