@@ -132,8 +132,8 @@ class PolicyGradient(Objective):
     class Config(Objective.Config):
         ratio: Literal["token", "sequence"] = "token"  # What is clipped.
         mean: Literal["token", "sequence"] = "token"  # What the loss is a mean over.
-        clip_below: NonNegativeFloat = 0.2  # Distance of the ratio from 1 without gradient.
-        clip_above: NonNegativeFloat = 0.28
+        clip_below: NonNegativeFloat = 0.2  # Distance of the ratio below 1 without gradient.
+        clip_above: NonNegativeFloat = 0.28  # Distance above 1.
         # Maximum factor of a token by `importance_weights`; None for no such factors.
         max_importance_weight: PositiveFloat | None = 2.0
 

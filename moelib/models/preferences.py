@@ -143,8 +143,8 @@ def policy_ratios(
     """Returns the ratio of new and old probability, of each token or answer; 1 for padding."""
     difference = jnp.where(mask, log_probs - old_log_probs, 0.0)  # Padding may hold anything.
     if ratio == "sequence":
-        lengths = jnp.maximum(jnp.sum(mask, axis=1, keepdims=True), 1)
-        difference = jnp.sum(difference, axis=1, keepdims=True) / lengths
+        lengths = jnp.sum(mask, axis=1, keepdims=True, dtype=jnp.float32)
+        difference = jnp.sum(difference, axis=1, keepdims=True) / jnp.maximum(lengths, 1.0)
     return jnp.exp(difference)
 
 
