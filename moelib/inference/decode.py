@@ -35,7 +35,7 @@ NO_TOKEN = -1  # Token of a sequence that has ended.
 NOT_FINITE = -2  # Token of a sequence whose logits are not finite; callers get an error.
 
 
-# What is recorded of drawn tokens; experts come with log probabilities.
+# Values that are recorded with drawn tokens; experts come with log probabilities.
 Record = Literal["log_probs", "experts"] | None
 
 

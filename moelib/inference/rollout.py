@@ -26,7 +26,6 @@ class Rollout(NamedTuple):
     log_probs: list[float]  # Log probability of each under the model that drew it, in nats.
     # Experts of the prompt's tokens and of the answer's but the last; None if they are not known.
     expert_ids: UInt[npt.NDArray, "n L K"] | None = None
-    is_complete: bool = True  # Whether it ended before the limit of tokens.
 
 
 def rollouts(
@@ -84,6 +83,6 @@ def rollouts(
         if ended.all():
             break
     return [
-        Rollout(ids, log_probs[i], np.concatenate(experts[i]) if experts[i] else None, bool(end))
-        for i, (ids, end) in enumerate(zip(answers, ended, strict=True))
+        Rollout(ids, log_probs[i], np.concatenate(experts[i]) if experts[i] else None)
+        for i, ids in enumerate(answers)
     ]

@@ -22,7 +22,7 @@ _OUTPUT = 10_000  # Characters of what it prints that are kept.
 
 
 class Outcome(NamedTuple):
-    """What became of some code."""
+    """Result of some code."""
 
     passed: bool  # Whether it ended without an error, within the limits.
     output: str  # The end of what it printed, errors included.

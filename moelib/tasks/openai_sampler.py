@@ -71,7 +71,6 @@ class OpenAISampler(Configurable):
             ids = [int(i) for i in choice["token_ids"]]
             log_probs = [float(x) for x in choice["logprobs"]["token_logprobs"]]
             experts = self._experts(found, choice, len(prompt) + len(ids) - 1)
-            is_complete = choice["finish_reason"] == "stop"
         except (KeyError, TypeError, ValueError) as error:
             raise ServerError(
                 f"{cfg.url} returned {json.dumps(found)[:200]}, without {error}; use a server that "
@@ -82,7 +81,7 @@ class OpenAISampler(Configurable):
                 f"{cfg.url} returned {len(ids)} tokens and {len(log_probs)} log probabilities; "
                 "each token must have a finite one."
             )
-        return Rollout(ids, log_probs, experts, is_complete)
+        return Rollout(ids, log_probs, experts)
 
     def _experts(self, found: Any, choice: Any, num_tokens: int) -> Any:
         """Returns the experts of the prompt and of all tokens of the answer but the last."""

@@ -28,11 +28,10 @@ from moelib.core.errors import MissingFileError, UserError
 from moelib.core.module import functional
 from moelib.core.tree import Batch
 from moelib.data.batches.input import (
-    BatchIterator,
     Input,
     State,
+    StepBatches,
     check_rows,
-    check_state,
     empty_batch,
 )
 from moelib.data.hashing import random_bits, random_permutation
@@ -42,6 +41,7 @@ from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.recording import expert_id_dtype
 from moelib.layers.moe.replay import moe_layers
 from moelib.models.preferences import group_advantages
+from moelib.parallel import sharding
 from moelib.runtime import storage
 from moelib.runtime.processes import on_process_0
 
@@ -166,15 +166,15 @@ class RolloutInput(Input):
         """Returns the indices of the prompts of a rollout."""
         num, count = len(self.prompts), self._rows_per_rollout // self.config.group_size
         order = functools.cache(lambda epoch: random_permutation(num, self.config.seed, epoch))
-        places = (divmod(i, num) for i in range(number * count, (number + 1) * count))
-        return [int(order(epoch)[at]) for epoch, at in places]
+        numbers = range(number * count, (number + 1) * count)
+        return [int(order(i // num)[i % num]) for i in numbers]
 
     def _answers(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], policy: Any
     ) -> Sequence[Rollout]:
         if (sampler := self._sampler) is not None:
             found = on_process_0(lambda: [_as_json(x) for x in sampler(prompts, seeds)])
-            return [_from_json(each) for each in found]
+            return self._checked([_from_json(each) for each in found], len(prompts))
         model, params = policy
         return rollouts(
             model,
@@ -186,6 +186,23 @@ class RolloutInput(Input):
             vocab_size=self.tokenizer.vocab_size,
             with_experts=bool(self.config.experts),
         )
+
+    def _checked(self, answers: list[Rollout], number: int) -> list[Rollout]:
+        """Returns the answers of another sampler. Raises UserError if they are not of use."""
+        cfg = self.config
+        longest = max((len(answer.ids) for answer in answers), default=0)
+        if len(answers) != number or longest > cfg.max_new_tokens:
+            raise UserError(
+                f"input.sampler gave {len(answers)} answers of up to {longest} tokens to {number} "
+                f"prompts; make it give one to each, of max_new_tokens={cfg.max_new_tokens} at "
+                "most."
+            )
+        if cfg.experts and any(answer.expert_ids is None for answer in answers):
+            raise UserError(
+                "input.sampler gave answers without the experts of their tokens; set its "
+                "with_experts to True, or replay_routing to False."
+            )
+        return answers
 
     def _rewards(
         self, prompts: Sequence[Mapping[str, Any]], answers: Sequence[Rollout]
@@ -254,32 +271,20 @@ class RolloutInput(Input):
 def log_probs(model: Any, params: Any, batch: Batch) -> jax.Array:
     """Returns the log probability of each label of a batch in nats, on all devices."""
     found, _ = functional(model, None, params, (batch,), is_training=False, method="log_probs")
-    return found
+    return sharding.constrain(found, (None, None))
 
 
-class _Rollouts(BatchIterator):
+class _Rollouts(StepBatches):
     """One host's batches of a `RolloutInput`."""
 
-    def __init__(self, source: RolloutInput, rows: range) -> None:
-        self._source, self._rows, self._step = source, rows, 0
-
-    def __next__(self) -> Batch:
-        batch = self._source.batch(self._step, self._rows)
-        self._step += 1
-        return batch
-
-    def state(self) -> State:
-        return {"step": self._step, "input": self._source.identity}
-
     def restore(self, state: State) -> None:
-        check_state(state, self._source.identity)
-        self._step = state["step"]
-        if within := self._step % self._source.config.steps_per_rollout:
+        super().restore(state)
+        if within := self.step % self.source.config.steps_per_rollout:
             logger.warning(
                 "step %d is within a rollout, whose answers are drawn again with the parameters of "
                 "this step instead of step %d, so that the run differs from an uninterrupted one; "
                 "save at multiples of steps_per_rollout.",
-                *(self._step, self._step - within),
+                *(self.step, self.step - within),
             )
 
 
@@ -350,13 +355,12 @@ def _empty(cfg: RolloutInput.Config, num_rows: int, eos_id: int) -> Batch:
 
 def _as_json(rollout: Rollout) -> list[Any]:
     experts = rollout.expert_ids
-    return [*rollout[:2], None if experts is None else experts.tolist(), rollout.is_complete]
+    return [*rollout[:2], None if experts is None else experts.tolist()]
 
 
 def _from_json(value: list[Any]) -> Rollout:
-    ids, log_probs_of_ids, experts, is_complete = value
-    experts = None if experts is None else np.asarray(experts)
-    return Rollout(ids, log_probs_of_ids, experts, is_complete)
+    ids, log_probs_of_ids, experts = value
+    return Rollout(ids, log_probs_of_ids, None if experts is None else np.asarray(experts))
 
 
 def _within(seconds: float, name: str, call: Callable[[], Any]) -> Any:

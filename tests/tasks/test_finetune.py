@@ -3,7 +3,6 @@
 import json
 import re
 
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -11,27 +10,17 @@ from safetensors.numpy import load_file
 from moelib.core.errors import UserError
 from moelib.data.sources.source import InMemorySource
 from moelib.data.tokens.prepare import prepare
-from moelib.data.tokens.tokenizer import ByteTokenizer
-from moelib.huggingface.families import read_model
-from moelib.huggingface.pretrained import save_pretrained
 from moelib.tasks.fine_tuning import FineTuning
 from moelib.tasks.finetune import finetune, finetune_config, parameter_table
 from moelib.train import convert
-
-MODEL = {"model_type": "mixtral", "vocab_size": 264, "hidden_size": 16, "intermediate_size": 24}
-MODEL |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-MODEL |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+from tests.tasks.base_model import save_base
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Returns the folders of a model, and of text tokenized for it."""
-    root, tokenizer = tmp_path_factory.mktemp("base"), ByteTokenizer.default_config().instantiate()
-    cfg = read_model(MODEL, "MODEL")[1]
-    params = jax.jit(cfg.instantiate(parent=None).initialize_parameters_recursively)(
-        jax.random.key(0)
-    )
-    save_pretrained(str(root / "model"), cfg, params, tokenizer=tokenizer)
+    root = tmp_path_factory.mktemp("base")
+    tokenizer = save_base(root / "model")
     texts = [f"sentence number {i} of many" for i in range(64)]
     prepare(
         InMemorySource.default_config().set(texts=texts).instantiate(),

@@ -8,36 +8,26 @@ import pathlib
 import threading
 import time
 
-import jax
 import numpy as np
 import pytest
 
 from moelib.core.config import config_for_function
 from moelib.core.errors import UserError
 from moelib.data.tokens.tokenizer import ByteTokenizer
-from moelib.huggingface.families import read_model
-from moelib.huggingface.pretrained import save_pretrained
 from moelib.inference.rollout import Rollout
 from moelib.tasks.fine_tuning import FineTuning
 from moelib.tasks.finetune import finetune_config
 from moelib.tasks.fit import fit
 from moelib.tasks.openai_sampler import OpenAISampler, ServerError
 from moelib.tasks.rollout_input import RewardError, RolloutInput
-
-MODEL = {"model_type": "mixtral", "vocab_size": 264, "hidden_size": 16, "intermediate_size": 24}
-MODEL |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-MODEL |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+from tests.tasks.base_model import save_base
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Returns a folder with a model and records."""
-    root, tokenizer = tmp_path_factory.mktemp("base"), ByteTokenizer.default_config().instantiate()
-    cfg = read_model(MODEL, "MODEL")[1]
-    params = jax.jit(cfg.instantiate(parent=None).initialize_parameters_recursively)(
-        jax.random.key(0)
-    )
-    save_pretrained(str(root / "model"), cfg, params, tokenizer=tokenizer)
+    root = tmp_path_factory.mktemp("base")
+    save_base(root / "model")
     pairs = [
         {"prompt": f"{i}?", "chosen": f"yes {i}", "rejected": f"no, not {i}"} for i in range(9)
     ]
@@ -133,7 +123,8 @@ def canned(answers):
 
 def rollout_input(folder, answers=("a", "bb", "cc", "d"), **fields):
     fields = {"group_size": 4, "max_new_tokens": 3, "seq_len": 8, "global_batch_size": 4} | fields
-    cfg = RolloutInput.default_config().set(path=prompts_folder(folder), experts=[], **fields)
+    fields = {"experts": []} | fields
+    cfg = RolloutInput.default_config().set(path=prompts_folder(folder), **fields)
     cfg.sampler = config_for_function(canned).set(answers=list(answers))
     opened = cfg.instantiate()
     opened.policy = lambda: (None, None)
@@ -181,6 +172,19 @@ def test_answers_with_equal_rewards_teach_nothing(tmp_path):
     batch = rollout_input(tmp_path, reward=f"{__name__}:ones").batch(0, range(4))
     assert np.all(batch["target_labels"] == -1)
     assert batch["rewards"].tolist() == [1] * 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"answers": "aaaa", "experts": [2, 4, 1]}, "without the experts"),
+        ({"answers": "aaa"}, "gave 3 answers"),
+        ({"answers": ["four", "a", "a", "a"]}, "of up to 4 tokens"),
+    ],
+)
+def test_answers_of_another_sampler_must_fit(tmp_path, fields, message):
+    with pytest.raises(UserError, match=message):
+        rollout_input(tmp_path, reward=f"{__name__}:ones", **fields).batch(0, range(4))
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,34 @@ class BatchIterator(Iterator["Batch"]):
         raise NotImplementedError
 
 
+class StepBatches(BatchIterator):
+    """One host's batches of an input with `batch(step, rows)`."""
+
+    def __init__(self, source: Any, rows: range) -> None:
+        """Starts at the first batch; `rows` are those of this host."""
+        self.source, self._rows, self.step = source, rows, 0
+        self.can_seek = not source.reads_parameters
+
+    def seek(self, position: int) -> None:
+        """Goes to a batch."""
+        self.step = position
+
+    def __next__(self) -> "Batch":
+        """Returns this host's rows of the next batch."""
+        batch = self.source.batch(self.step, self._rows)
+        self.step += 1
+        return batch
+
+    def state(self) -> State:
+        """Returns the position after the batches returned so far."""
+        return {"step": self.step, "input": self.source.identity}
+
+    def restore(self, state: State) -> None:
+        """Goes to a saved position. Raises UserError if it belongs to another input."""
+        check_state(state, self.source.identity)
+        self.step = state["step"]
+
+
 class Input(Configurable):
     """A source of batches.
 

@@ -22,12 +22,11 @@ from moelib.core.config import REQUIRED, config_class
 from moelib.core.errors import MissingFileError, UserError
 from moelib.data.batches.input import (
     PADDING_LABEL,
-    BatchIterator,
     Input,
     State,
+    StepBatches,
     batch_spec,
     check_rows,
-    check_state,
     empty_batch,
 )
 from moelib.data.hashing import random_permutation
@@ -152,9 +151,9 @@ class PairInput(Input):
         names = ("global_batch_size", "seq_len", "seed")
         return {"pairs": self._hash, **{name: getattr(cfg, name) for name in names}}
 
-    def iterator(self, rows: range | None = None) -> "_Pairs":
+    def iterator(self, rows: range | None = None) -> StepBatches:
         """Returns some rows of each batch."""
-        return _Pairs(self, check_rows(rows, self.config.global_batch_size))
+        return StepBatches(self, check_rows(rows, self.config.global_batch_size))
 
     def batch(self, step: int, rows: range) -> "Batch":
         """Returns some rows of a batch."""
@@ -166,27 +165,3 @@ class PairInput(Input):
                 orders[epoch] = random_permutation(num_pairs, cfg.seed, epoch)
             indices.append(int(orders[epoch][at]))
         return rows_of(self.arrays, indices, cfg.seq_len, self.eos_id)
-
-
-class _Pairs(BatchIterator):
-    """One host's batches of a `PairInput`."""
-
-    can_seek = True
-
-    def __init__(self, source: PairInput, rows: range) -> None:
-        self._source, self._rows, self._step = source, rows, 0
-
-    def seek(self, position: int) -> None:
-        self._step = position
-
-    def __next__(self) -> "Batch":
-        batch = self._source.batch(self._step, self._rows)
-        self._step += 1
-        return batch
-
-    def state(self) -> State:
-        return {"step": self._step, "input": self._source.identity}
-
-    def restore(self, state: State) -> None:
-        check_state(state, self._source.identity)
-        self._step = state["step"]
