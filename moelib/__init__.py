@@ -10,6 +10,7 @@ The public names are imported when they are first used, so that `import moelib` 
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
     from moelib.verify.run import verify_config
 
 __version__ = "0.1.0"
+
+# In its default order of operations, breadth first, XLA:CPU lets some simulated devices wait in a
+# ring's permutation and the others in an all-reduce, for ever. It reads its flags when JAX starts.
+_ONE_ORDER = "xla_cpu_enable_concurrency_optimized_scheduler"
+if _ONE_ORDER not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_ONE_ORDER}=false".lstrip()
 
 __all__ = [
     "Task",

@@ -3,8 +3,11 @@
 import ast
 import importlib
 import inspect
+import os
 import pathlib
 import pkgutil
+import subprocess
+import sys
 
 import pytest
 
@@ -44,3 +47,22 @@ def test_functions_are_documented_and_stay_after_imports_of_modules(name):
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no_such_function"):
         _ = moelib.no_such_function
+
+
+ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler"
+
+
+@pytest.mark.parametrize(
+    ("own", "want"),
+    [
+        ("", f"{ORDER}=false"),
+        ("--xla_cpu_enable_fast_math=false", f"--xla_cpu_enable_fast_math=false {ORDER}=false"),
+        (f"{ORDER}=true", f"{ORDER}=true"),
+    ],
+)
+def test_collectives_of_cpus_have_one_order_unless_the_user_says_otherwise(own, want):
+    script = "import moelib, os; print(os.environ['XLA_FLAGS'])"
+    environment = os.environ | {"XLA_FLAGS": own}
+    command = [sys.executable, "-c", script]
+    got = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert got.stdout.strip() == want
