@@ -18,7 +18,7 @@ TREE = ast.parse(pathlib.Path(moelib.__file__).read_text())
 
 
 def test_functions_are_listed_once_for_people_and_for_type_checkers():
-    (typed,) = [node for node in TREE.body if isinstance(node, ast.If)]
+    typed = next(node for node in TREE.body if isinstance(node, ast.If))
     imported = {n.name: node.module for node in typed.body for n in node.names}
     assert imported == moelib._MODULES
     assert set(FUNCTIONS) == set(imported)
