@@ -59,11 +59,14 @@ def rewind_or_resume(
     checkpointer: Checkpointer,
     rows: range,
     mesh_shape: Mapping[str, int],
+    *,
+    is_first: bool = True,
 ) -> int | None:
     """Checks that the checkpoint to resume from is this run's; returns its step, None without one.
 
     It is the newest, or that of `cfg.rewind_to`, the first time that it has this value; later ones
-    are then moved aside. All processes must call it.
+    are then moved aside. All processes must call it. `is_first` is False for a later phase of the
+    same start, which a warning would call another start.
 
     Raises:
         CheckpointNotFoundError: If there is no checkpoint of the step to rewind to.
@@ -72,13 +75,15 @@ def rewind_or_resume(
     """
     step, course = cfg.rewind_to, course_of(folder)
     is_new = requested(step, course)
-    if step is not None and not is_new:
+    if step is not None and not is_new and is_first:
         logger.warning(
             "rewind_to=%d: the last start rewound the run already, and this one resumes it. To "
             "rewind it again, start it once without rewind_to.",
             step,
         )
     rewinds = step is not None and is_new
+    if rewinds:
+        find_checkpoints(checkpointer.dir, step)  # Else it would be compared with the first phase.
 
     def check() -> CheckpointRecord | None:
         if not rewinds and checkpointer.latest_step() is None:

@@ -256,7 +256,7 @@ def check_directory(
 def _refuse(folder: RunFolder, changes: Sequence[Change], accepted: Sequence[str]) -> None:
     """Raises TrainerDirConflictError unless all changes are possible and accepted."""
     for path, was, now, _ in changes:
-        if re.fullmatch(_MOMENT, path) and _OF_ITS_OWN in was + now:
+        if _loses_moments(path, was, now):
             raise TrainerDirConflictError(
                 f"{path} is {was} in {folder.path}, and {now} in this config, but stored moments "
                 "are not converted; set it back, or begin a run in another directory."
@@ -275,6 +275,22 @@ def _refuse(folder: RunFolder, changes: Sequence[Change], accepted: Sequence[str
             f"{path} is {was} in {folder.path}, and {now} in this config, which changes the "
             f"{effect} of all further steps; set it back, or pass {_accepting(effect)}."
         )
+
+
+def _loses_moments(path: str, was: str, now: str) -> bool:
+    return bool(re.fullmatch(_MOMENT, path)) and _OF_ITS_OWN in was + now
+
+
+def check_moments(before: Any, cfg: Any) -> None:
+    """Raises UserError if a phase stores moments so that those of the phase before are lost."""
+    old, new = (text_lines(each.debug_string()) for each in (before, cfg))
+    for path in _different(old, new):
+        was, now = _pair_of(path, old, new)
+        if _loses_moments(path, was, now):
+            raise UserError(
+                f"{path} is {was} before it, and {now} in it, but stored moments are not "
+                "converted; remove the change."
+            )
 
 
 def _pair_of(path: str, before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

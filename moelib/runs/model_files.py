@@ -20,12 +20,13 @@ from moelib.runtime.storage import atomic_file, read_json, write_json
 logger = logging.getLogger(__name__)
 
 
-def check_tokenizers(cfg: Any, weights: str | None) -> bool:
+def check_tokenizers(cfg: Any, weights: str | None, *, before: Any = None) -> bool:
     """Returns whether the input of a trainer has the tokenizer of the weights in a folder.
 
     Args:
         cfg: Config of the trainer. Inputs without text are not compared.
         weights: Folder of a run or of a Hugging Face model; None for initial weights.
+        before: Config of the input of the run's first phase, if this is a later one.
 
     Raises:
         UserError: If the tokenizer of the weights, or of the input of an evaler, is another one,
@@ -33,6 +34,8 @@ def check_tokenizers(cfg: Any, weights: str | None) -> bool:
     """
     data = _of_input(cfg.input)
     found = {f"evalers.{name}.input": _of_input(each.input) for name, each in cfg.evalers.items()}
+    if before is not None:
+        found["the input of the first phase"] = _of_input(before)
     if weights is not None and storage.exists(os.path.join(weights, FILE_NAME)):
         found[weights] = read_tokenizer(weights)
     elif weights not in (None, cfg.dir) and data:

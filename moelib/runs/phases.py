@@ -9,7 +9,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from moelib.core.config import REQUIRED, Configurable, Required, config_class, did_you_mean
+from moelib.core.config import (
+    REQUIRED,
+    Configurable,
+    Required,
+    RequiredFieldMissingError,
+    config_class,
+    did_you_mean,
+)
 from moelib.core.config_text import set_at
 from moelib.core.config_types import PositiveInt
 from moelib.core.errors import UserError
@@ -58,8 +65,12 @@ def in_order(cfg: Any) -> list[tuple[str, Any]]:
     """Returns (name, phase) of a trainer's config, in the order of their steps.
 
     Raises:
+        RequiredFieldMissingError: If one has no `after_step`.
         UserError: If two begin after the same step.
     """
+    for name, phase in cfg.phases.items():
+        if phase.after_step is REQUIRED:
+            raise RequiredFieldMissingError("Phase.Config", ["after_step"], f"phases.{name}")
     found = sorted(cfg.phases.items(), key=lambda each: each[1].after_step)
     for (name, phase), (other, after) in itertools.pairwise(found):
         if phase.after_step == after.after_step:

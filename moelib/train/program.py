@@ -13,6 +13,7 @@ from moelib.core.errors import UserError
 from moelib.core.module import Module
 from moelib.core.param import is_spec
 from moelib.core.precision import reduce_dtype
+from moelib.core.tree import Nested
 from moelib.data.batches.input import Input
 from moelib.data.batches.prefetch import row_sharding
 from moelib.kernels.backend import kernel_backends, warn_unused_backends
@@ -123,6 +124,10 @@ class StepProgram(Module):
     def input(self) -> Input:
         """The training input, opened on first use."""
         raise NotImplementedError
+
+    def new_input(self) -> Input:
+        """Returns the training input, opened anew."""
+        return self._completed.input.instantiate()
 
     def abstract_batch(self) -> Any:
         """Returns a batch without values, if possible without opening data."""
@@ -258,6 +263,20 @@ class StepProgram(Module):
         kind = self.mesh().devices.flat[0].device_kind
         return step_options(kind, self.config.compiler_options or {}, self.config.deterministic)
 
+    def check_trained(self) -> Nested:
+        """Returns the specs of the parameters that are trained.
+
+        Raises:
+            UserError: If there are none.
+        """
+        trained = tree.select(self.trainer_state_specs.model, self.learner.is_updated)
+        if not trained and not self.model.has_own_step:
+            raise UserError(
+                "no parameter is trained: all are integers, booleans, `fixed` or frozen; give the "
+                "model one array of floats, or, for a task, set train_step."
+            )
+        return trained
+
     def compile_train_step(self, batch: Any = None) -> jax.stages.Compiled:
         """Returns the compiled training step (state, batch) -> (state, metrics); donates the state.
 
@@ -269,12 +288,7 @@ class StepProgram(Module):
         warn_unused_schedule(cfg, self.mesh_sizes)
         traced = self.trace_train_step(batch)
         warn_unused_backends(cfg.kernel_backends)
-        trained = tree.select(self.trainer_state_specs.model, self.learner.is_updated)
-        if not trained and not model.has_own_step:
-            raise UserError(
-                "no parameter is trained: all are integers, booleans, `fixed` or frozen; give the "
-                "model one array of floats, or, for a task, set train_step."
-            )
+        trained = self.check_trained()
         # Gradients that a pipeline sums in its loop are no constants; those of a plain step are.
         plain = traced
         if pipeline is not None:

@@ -1,6 +1,7 @@
 """State of a run between steps: its arrays, their shardings, and their initial values."""
 
 import dataclasses
+import logging
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,8 @@ from moelib.core.param import ParameterSpec, is_spec
 from moelib.core.tree import Nested
 from moelib.learner.learner import Learner
 from moelib.parallel import sharding
+
+logger = logging.getLogger(__name__)
 
 # At higher levels LLVM takes 50 s instead of 4 for the random numbers of a few layers, and the code
 # is no faster.
@@ -96,17 +99,26 @@ def restart_learner(state: TrainerState, learner: Learner) -> TrainerState:
 def with_learner(state: TrainerState, learner: Learner, shardings: Any) -> TrainerState:
     """Returns the state with that of a learner which updates other parameters.
 
-    Arrays that both learners have are kept; the others have their initial values.
+    Arrays that both learners have are kept, in the dtype of the new one; the others have their
+    initial values, which a warning says.
     """
     initial = jax.jit(learner.init, out_shardings=shardings)(state.model)
     old = tree.by_path(tree.to_nested(state.learner))
+    begun: list[str] = []
 
     def kept(path: str, new: jax.Array) -> jax.Array:
         found = old.get(path)
-        is_same = found is not None and (found.shape, found.dtype) == (new.shape, new.dtype)
-        return jax.device_put(found, new.sharding) if is_same else new
+        if found is None or found.shape != new.shape:
+            begun.append(path)
+            return new
+        return jax.device_put(found.astype(new.dtype), new.sharding)
 
     nested = tree.map_by_path(kept, tree.to_nested(initial))
+    if begun:
+        logger.warning(
+            "%d of %d arrays of the learner's state have initial values, as %s.",
+            *(len(begun), len(begun) + len(old), begun[0]),
+        )
     return state._replace(learner=tree.from_nested(nested, initial))
 
 

@@ -15,7 +15,7 @@ from moelib.checkpoint.checkpointer import Checkpointer
 from moelib.checkpoint.contents import CheckpointMismatchError, RunRecord
 from moelib.checkpoint.restore import Restored
 from moelib.checkpoint.safetensors import file_sums
-from moelib.core import precision, tree
+from moelib.core import precision
 from moelib.core.config import (
     REQUIRED,
     DType,
@@ -25,7 +25,6 @@ from moelib.core.config import (
     maybe_instantiate,
 )
 from moelib.core.config_types import NonNegativeInt, PositiveFloat, PositiveInt
-from moelib.core.errors import UserError
 from moelib.core.module import Module
 from moelib.core.tree import Nested
 from moelib.data.batches.input import BatchIterator, Input
@@ -54,6 +53,7 @@ from moelib.train.init_from import InitFrom
 from moelib.train.kernel_check import replaced_kernels
 from moelib.train.loop import TrainLoop
 from moelib.train.memory import check_memory
+from moelib.train.phase_check import check_data, check_phases
 from moelib.train.program import StepProgram
 from moelib.train.readable import check_readable
 from moelib.train.settings import watchers_of
@@ -216,7 +216,7 @@ class SpmdTrainer(StepProgram):
     @functools.cached_property
     def input(self) -> Input:
         """The training input, opened on first use."""
-        opened = self._completed.input.instantiate()
+        opened = self.new_input()
         opened.parameters, opened.policy = self._params_on_host, self._policy
         return opened
 
@@ -440,7 +440,7 @@ class SpmdTrainer(StepProgram):
             stack.enter_context(self.on_mesh())
             _ = self.batch_sharding  # Refuses a mesh that does not divide the batch.
             if cfg.phase is None:
-                self._check_phases()
+                check_phases(self, self._program_of)
             if cfg.checkpointer is not None and self.model.is_in_config:
                 agreed(lambda: check_readable(cfg, self.trainer_state_specs.model))
             if not cfg.skip_kernel_check:
@@ -456,8 +456,11 @@ class SpmdTrainer(StepProgram):
             if saver is not None:
                 saver.remove_unfinished()
                 checked = course.rewind_or_resume(
-                    self.all_phases, self.folder, saver, self._host_rows, self.mesh().shape
+                    *(self.all_phases, self.folder, saver, self._host_rows, self.mesh().shape),
+                    is_first=not self._is_of_restored_phase,
                 )
+            if cfg.phase is None and cfg.phases:
+                check_data(self, self._program_of, checked or 0)
             if not self._is_of_restored_phase:  # The checkpoint before a damaged one tells better.
                 self._check_phase(checked or 0)
             start = self._start(began, prng_key, checked)
@@ -514,22 +517,6 @@ class SpmdTrainer(StepProgram):
     def _program_of(self, name: str | None) -> StepProgram:
         """Returns the program of another phase."""
         return StepProgram(self.all_phases.clone(phase=name), parent=None, devices=self._devices)
-
-    def _check_phases(self) -> None:
-        """Raises UserError if a phase is none that this run can have."""
-        phases.check_ends(self.config)
-        for name, _ in phases.in_order(self.config):
-            try:
-                program = self._program_of(name)
-                _ = program.batch_sharding
-            except UserError as error:
-                raise UserError(f"phases.{name}: {error}") from error
-            own, other = (x.trainer_state_specs.model for x in (self, program))
-            if (difference := tree.mismatch(other, own, dtypes=True)) is not None:
-                raise UserError(
-                    f"phases.{name}: {difference} before it; a phase cannot change the parameters "
-                    "of the model: remove the change."
-                )
 
     def of_phase(self, name: str | None) -> "SpmdTrainer":
         """Returns the trainer of another phase of the run. This one's state is freed."""

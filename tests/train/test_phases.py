@@ -2,25 +2,31 @@
 
 import shutil
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import moelib
 from experiments import flame_moe
-from moelib.checkpoint.contents import list_checkpoints, step_path
+from moelib.checkpoint.contents import CheckpointNotFoundError, list_checkpoints, step_path
 from moelib.checkpoint.restore import restore_arrays
 from moelib.core.config_text import parse, text_lines
 from moelib.core.errors import UserError
+from moelib.data.tokens.token_store import TokenStore
 from moelib.layers.rope import YarnRotaryEmbedding
 from moelib.learner.learner import UpdateType
+from moelib.learner.moments import MomentFormat
 from moelib.operations.runs import list_runs, runs_table
 from moelib.runs.folder import RunFolder
 from moelib.runs.identity import TrainerDirConflictError
 from moelib.runs.phases import Phase, applied, last_step, name_at
+from moelib.train.program import StepProgram
 from tests import tiny
 from tests.checkpoint.small import truncate_arrays
 from tests.python_process import finish, free_port, start
 
+MISSING = TokenStore.default_config().set(path="missing")
+EIGHT_BIT = MomentFormat.EIGHT_BIT
 FROZEN = [(".*table", UpdateType.NO_UPDATE)]
 
 
@@ -174,6 +180,13 @@ def test_the_weights_of_a_phase_are_read_with_its_settings(unbroken):
         ({"phases": {"a": phase(4, model__dims=3)}}, r"phases.a.*model.dims"),
         ({"phases": {"a": phase(4, model__dim=8)}}, r"phases.a: .*cannot change the parameters"),
         ({"phases": {"a": phase(4, input__global_batch_size=6, num_microbatches=4)}}, "phases.a: "),
+        ({"phases": {"a": Phase.default_config()}}, "phases.a.after_step must be set"),
+        (
+            {"phases": {"a": phase(4, learner__update_rules=[(".*", UpdateType.NO_UPDATE)])}},
+            "a: no ",
+        ),
+        ({"phases": {"a": phase(4, learner__second_moment=EIGHT_BIT)}}, "a: .* are not converted"),
+        ({"phases": {"a": phase(4, input__source=MISSING)}}, "phases.a: .*missing"),
         ({"checkpointer": None}, "phases is set, but checkpointer is None"),
         ({"phase": "long"}, "a run chooses its phase; leave it None"),
     ],
@@ -250,3 +263,44 @@ def test_the_phase_of_a_step():
     ]
     ends = [last_step(applied(cfg.clone(phase=name))) for name in (None, "large", "long")]
     assert ends == [4, 8, 12]
+
+
+@pytest.mark.parametrize("rules", [[], FROZEN])
+def test_a_phase_rounds_the_moments_that_it_stores_in_fewer_bits(tmp_path, rules):
+    cfg = tiny.trainer_config(tmp_path, max_step=3, save_every=1, evaler=False)
+    cfg.checkpointer.keep_last_n = 10
+    cfg.model.dim = 128  # Small arrays stay in float32.
+    stored = {"learner__first_moment": MomentFormat.BFLOAT16, "learner__update_rules": rules}
+    cfg.phases = {"low": phase(2, **stored)}
+    moelib.fit(cfg)
+    steps = {step: arrays(tmp_path, step) for step in (2, 3)}
+    name = next(name for name in steps[2] if name.endswith("mu/head"))
+    assert (steps[2][name].dtype, steps[3][name].dtype) == (np.float32, ml_dtypes.bfloat16)
+    # 0.9 of the mean before; the gradient adds a tenth of it, so that most stays as it was.
+    before, after = (steps[step][name].astype(np.float32).ravel() for step in (2, 3))
+    assert np.corrcoef(before, after)[0, 1] > 0.7
+
+
+def test_a_rewind_names_the_steps_that_exist_and_warns_once(unbroken, tmp_path, caplog):
+    shutil.copytree(unbroken[0], tmp_path / "run")
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"no checkpoint of step 7; there are steps 3"
+    ):
+        moelib.fit(config(tmp_path / "run", rewind_to=7))
+    caplog.clear()
+    moelib.fit(config(tmp_path / "run", rewind_to=6))
+    assert "rewound the run already" not in caplog.text
+    tiny.assert_trees_equal(tiny.losses(tmp_path / "run"), tiny.losses(unbroken[0]))
+
+
+def test_the_data_of_past_phases_may_be_gone(unbroken, tmp_path):
+    shutil.copytree(unbroken[0], tmp_path / "run")
+    remove_after(tmp_path / "run", 9)
+    opened = []
+    program = StepProgram.new_input
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            StepProgram, "new_input", lambda x: opened.append(x.config.phase) or program(x)
+        )
+        moelib.fit(config(tmp_path / "run"))
+    assert set(opened) == {"long"}
