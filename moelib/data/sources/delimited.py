@@ -56,42 +56,62 @@ class DelimitedPart:
         """Yields what `read` returns of each row; see `RecordPart`."""
         path = self.file.path
         with readable(path), unpacking(path), open_packed(path) as file:
-            lines = io.TextIOWrapper(file, "utf-8-sig", newline="")
+            # Bytes that are no UTF-8 become half surrogates, which make their row a bad record.
+            lines = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")
             csv.field_size_limit(_MAX_FIELD_CHARS)
-            rows = csv.reader(lines, delimiter=self.delimiter, strict=True)
-            try:
-                header = next(rows, [])
-                for column in header if self.column is None else [self.column]:
-                    if header.count(column) != 1:
-                        raise UserError(
-                            f"{path}: {header.count(column)} columns are named {column!r} in its "
-                            f"first row, {header!s:.200}; set column (--text_field) to one."
-                        )
-                for row in filter(None, rows):  # Blank lines are no rows.
-                    try:
+            quoting = csv.QUOTE_NONE if self.delimiter == "\t" else csv.QUOTE_MINIMAL
+            rows = csv.reader(lines, delimiter=self.delimiter, quoting=quoting, strict=True)
+            header: list[str] = []
+            while True:
+                before = rows.line_num
+                try:
+                    row = next(rows, None)
+                    if row is None:
+                        return
+                    if not row:  # A blank line is no row.
+                        continue
+                    if header:
                         yield read(_record_of(row, header))
-                    except BadRecordError as error:
-                        located = error.at(f"{path}:{rows.line_num}")
-                        if bad_records is None:
-                            raise located from None
-                        bad_records.add(located)
-            except (csv.Error, UnicodeDecodeError) as error:
+                    else:
+                        header = self._header(row)
+                except (csv.Error, BadRecordError) as error:
+                    first, last = before + 1, rows.line_num
+                    which = f" (lines {first} to {last} are one row)" if last > first else ""
+                    located = BadRecordError(f"{error}{which}").at(f"{path}:{last}")
+                    if isinstance(error, BadRecordError):
+                        located = located.because(error.reason)
+                    if bad_records is None:
+                        raise located from None
+                    bad_records.add(located)
+
+    def _header(self, row: list[str]) -> list[str]:
+        """Returns the first row. Raises UserError unless its names are unique."""
+        for column in row if self.column is None else [self.column]:
+            if row.count(column) != 1:
                 raise UserError(
-                    f"{path}:{rows.line_num}: not a table of text in UTF-8 ({error}); correct it, "
-                    "or exclude it from paths."
-                ) from None
+                    f"{self.file.path}: {row.count(column)} columns are named {column!r} in its "
+                    f"first row, {row!s:.200}; set column (--text_field) to one."
+                )
+        return row
 
 
 def _record_of(row: Sequence[str], header: Sequence[str]) -> dict[str, str]:
     if len(row) != len(header):
-        raise BadRecordError(f"{len(row)} fields, and the header has {len(header)}")
+        hint = "; a .tsv has no quotes, but a .csv may" * any(x.startswith('"') for x in row)
+        raise BadRecordError(f"{len(row)} fields, and the header has {len(header)}{hint}")
+    try:
+        "".join(row).encode()
+    except UnicodeEncodeError:
+        raise BadRecordError("not UTF-8") from None
     return dict(zip(header, row, strict=True))
 
 
 class Delimited(Source):
     """Rows of .csv or .tsv files, of which the first names the columns.
 
-    A field may be quoted by `"`, and then has delimiters and line ends, and quotes as `""`.
+    A field of a .csv may be quoted by `"`, and then has delimiters and line ends, and quotes as
+    `""` (RFC 4180). In a .tsv quotes are text, and a line is a row (IANA's
+    text/tab-separated-values).
     """
 
     @config_class
