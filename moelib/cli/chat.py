@@ -8,6 +8,7 @@ writes the messages, /quit ends. Ctrl-C ends an answer; the message is then as i
 """
 
 import dataclasses
+import io
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -57,6 +58,8 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     settings.pop("stop")
     talk = Conversation(model, chat, system=flags.system, **settings)
     is_terminal = sys.stdin.isatty()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # A message that is no UTF-8 is refused.
     if is_terminal:
         import readline  # noqa: F401  # Editing and history of lines.
 
@@ -66,7 +69,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
             try:
                 if _do(talk, line):
                     return
-            except UserError as error:
+            except (UserError, OSError) as error:  # Such as that of a folder that is missing.
                 print(f"error: {error}", file=sys.stderr)
             except KeyboardInterrupt:
                 print()

@@ -4,9 +4,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from moelib.core.errors import UserError
+from moelib.core.errors import ExistingFileError, UserError
 from moelib.inference.generate import generate
-from moelib.runtime.storage import write_json
+from moelib.runtime import storage
 
 if TYPE_CHECKING:
     from moelib.data.tokens.chat.template import ChatTemplate
@@ -67,12 +67,24 @@ def _checked(index: int, message: Any) -> dict[str, str]:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise MessageError(f"{name}.role is {role!r:.80}; set it to one of {', '.join(ROLES)}.")
-    if isinstance(content, list):
-        parts = [x.get("text") if isinstance(x, Mapping) else None for x in content]
-        content = None if None in parts else "".join(map(str, parts))
-    if not isinstance(content, str):
-        raise MessageError(f"{name}.content is {content!r:.80}; set it to a text.")
-    return {"role": role, "content": content}
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = [x.get("text") for x in parts if isinstance(x, Mapping)]
+    texts = [x for x in texts if isinstance(x, str)]
+    if len(texts) < len(parts):
+        raise MessageError(
+            f"{name}.content is {content!r:.80}; set it to a text, or to parts of text."
+        )
+    return {"role": role, "content": checked_text("".join(texts), f"{name}.content")}
+
+
+def checked_text(text: str, name: str) -> str:
+    """Returns a text that UTF-8 can encode. Raises MessageError, which names it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        part = text[max(0, error.start - 20) : error.end]
+        raise MessageError(f"{name} is no text of Unicode near {part!a}; correct it.") from None
+    return text
 
 
 _MARK = "8f3aq"  # A content that no template contains.
@@ -150,5 +162,11 @@ class Conversation:
         return answer.text
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the messages to a file, as a record that `moelib prepare --format=chat` reads."""
-        write_json(os.fspath(path), {"messages": self.messages})
+        """Writes the messages to a new .json file, which `moelib prepare --format=chat` reads.
+
+        Raises:
+            ExistingFileError: If there is such a file.
+        """
+        if storage.exists(path):
+            raise ExistingFileError(f"{os.fspath(path)!r} exists; choose another name.")
+        storage.write_json(path, {"messages": self.messages}, indent=None)

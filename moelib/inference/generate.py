@@ -34,6 +34,10 @@ class PromptError(UserError):
         self.index, self.reason = index, reason
 
 
+class PromptTooLongError(PromptError):
+    """A prompt that leaves no room for a token."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """Settings of generation. Without temperature the text is deterministic.
@@ -290,7 +294,7 @@ def limit_of(index: int, ids: Sequence[int], settings: Settings, vocab_size: int
         return settings.max_new_tokens
     room = settings.max_length - len(ids)
     if room < 1:
-        raise PromptError(
+        raise PromptTooLongError(
             index,
             f"it has {len(ids)} tokens, which leaves no room in max_length={settings.max_length} "
             "(by default the length that the model was trained with); shorten the prompt, or set "

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 from moelib.core.errors import UserError
 from moelib.inference.batcher import Batcher, BusyError, Request
-from moelib.inference.conversation import ChatFormat
-from moelib.inference.generate import PromptError, Settings
+from moelib.inference.conversation import ChatFormat, checked_text
+from moelib.inference.generate import PromptError, PromptTooLongError, Settings
 from moelib.inference.text import TextStream
 from moelib.runtime.http_server import Handler, Server, is_local, page_policy
 from moelib.runtime.storage import parse_json
@@ -36,6 +36,7 @@ from moelib.runtime.storage import parse_json
 logger = logging.getLogger(__name__)
 
 _MAX_BODY = 4 << 20  # Bytes of a request.
+_MAX_DISCARDED = 1 << 28  # Bytes that are read of a request that is refused.
 _MAX_CHOICES = 16
 _SECONDS_TO_LOOK = 0.5  # Between looks at whether a client that waits has gone away.
 
@@ -160,8 +161,8 @@ class TextServer(Server):
         for each in prompts:
             is_valid = are_ids(each) or isinstance(each, str)
             _check("prompt", each, is_valid, "a text, or a list of token ids")
-        encode = self.model.tokenizer.encode_prompts
-        return [encode([each])[0] if isinstance(each, str) else each for each in prompts]
+        encode = lambda text: self.model.tokenizer.encode_prompts([checked_text(text, "prompt")])[0]
+        return [encode(each) if isinstance(each, str) else each for each in prompts]
 
     def _chat_prompt(self, body: dict[str, Any]) -> list[list[int]]:
         if self.chat is None:
@@ -186,7 +187,7 @@ class TextServer(Server):
             fields["seed"] = secrets.randbelow(1 << 31)
         # OpenAI's completions have 16 tokens by default; a message ends by itself.
         limit = body.pop("max_tokens", self.model.max_length or 1024 if is_chat else 16)
-        _check("max_tokens", limit, type(limit) is int, "an integer")
+        _check("max_tokens", limit, type(limit) is int and limit > 0, "an integer of 1 or more")
         return Settings(max_new_tokens=limit, max_length=self.model.max_length, **fields)
 
     def start(self, call: Call) -> tuple[list[Request], "queue.SimpleQueue[tuple[int, Any]]"]:
@@ -233,6 +234,7 @@ class _Handler(Handler):
 
     protocol_version = "HTTP/1.1"
     server: TextServer
+    _unread = 0  # Bytes of the request that were refused.
 
     @property
     def policy(self) -> str:  # pyrefly: ignore[bad-override]
@@ -253,10 +255,13 @@ class _Handler(Handler):
             method(self.path.partition("?")[0])
         except ServeError as error:
             self._send_error(str(error), error.status, error.code)
+            self._discard()
         except BusyError as error:
             self._send_error(str(error), 429, "busy", Retry_After="1")
         except PromptError as error:
-            self._send_error(error.reason, 400, "context_length_exceeded")
+            is_too_long = isinstance(error, PromptTooLongError)
+            code = "context_length_exceeded" if is_too_long else None
+            self._send_error(error.reason, 400, code)
         except UserError as error:
             self._send_error(str(error), 400)
         except OSError:
@@ -310,12 +315,18 @@ class _Handler(Handler):
             raise ServeError("Content-Length is missing or no number; set it.", 411)
         if int(size) > _MAX_BODY:
             self.close_connection = True
+            self._unread = min(int(size), _MAX_DISCARDED)
             raise ServeError(f"The body has {size} bytes; send up to {_MAX_BODY}.", 413)
         body = self.rfile.read(int(size))
         # Pages of other sites can only send other types without asking first.
         if self.headers.get_content_type() != "application/json":
             raise ServeError("Content-Type is not application/json; set it.", 415)
         return body
+
+    def _discard(self) -> None:
+        """Reads what a client still sends, which else would not see the answer."""
+        while self._unread > 0 and (piece := self.rfile.read1(1 << 16)):
+            self._unread -= len(piece)
 
     def _is_own_origin(self) -> bool:
         """Returns whether a browser's request is from the server's own page."""

@@ -84,6 +84,22 @@ def test_commands(monkeypatch, hub, tmp_path, capsys):
     ]
 
 
+def test_a_bad_line_or_file_does_not_end_a_conversation(monkeypatch, hub, tmp_path, capsys):
+    kept = tmp_path / "talk.json"
+    lines = ["document", *2 * [f"/save {kept}"], "/save /none/x.json", "caf\udce9", "number"]
+    content = io.TextIOWrapper(io.BytesIO("\n".join(lines).encode(errors="surrogateescape")))
+    monkeypatch.setattr(sys, "stdin", content)
+    chat.run(*parse_flags(chat.Flags, [f"--hf_dir={hub}", *GREEDY]))
+    out = capsys.readouterr()
+    first, second = answers(hub, "document", "number")
+    assert out.out == f"{first}\n{kept}: 2 messages.\n{second}\n"
+    exists, missing, no_text = out.err.splitlines()
+    assert (f"'{kept}' exists" in exists, "/none" in missing) == (True, True)
+    assert "no text of Unicode near 'caf\\udce9'" in no_text
+    (line,) = kept.read_text().splitlines()  # Which JSON Lines need.
+    assert json.loads(line)["messages"][1] == {"role": "assistant", "content": first}
+
+
 def test_a_conversation_that_is_too_long_is_refused_and_the_next_goes_on(monkeypatch, hub, capsys):
     talk(monkeypatch, hub, ["document " * 60, "/clear", "document"])
     out = capsys.readouterr()

@@ -138,7 +138,8 @@ def test_the_model_and_the_page_are_shown(url, client):
         (b'{"prompt": [[1, "a"]]}', "prompt is "),
         (b'{"prompt": ""}', "no tokens"),
         (b'{"prompt": [999]}', "id 999"),
-        (b'{"prompt": "a", "max_tokens": 0}', "max_new_tokens is 0"),
+        (b'{"prompt": "a", "max_tokens": 0}', "max_tokens is 0"),
+        (b'{"prompt": "\\ud800"}', "prompt is no text of Unicode"),
         (b'{"prompt": "a", "max_tokens": true}', "max_tokens is True"),
         (b'{"prompt": "a", "temperature": "hot"}', "temperature is 'hot'"),
         (b'{"prompt": "a", "temperature": -1}', "temperature is -1"),
@@ -155,6 +156,8 @@ def test_a_bad_text_request_is_answered(url, body, words):
     status, _, answer = request(url, body=body)
     assert status == 400
     assert words in answer["error"]["message"]
+    code = "context_length_exceeded" if "max_length" in words else None
+    assert answer["error"]["code"] == code
 
 
 @pytest.mark.parametrize(
@@ -166,7 +169,11 @@ def test_a_bad_text_request_is_answered(url, body, words):
         ([{"role": "boss", "content": "a"}], "messages[0].role is 'boss'"),
         ([{"role": "user"}], "messages[0].content is None"),
         ([{"role": "user", "content": "a<|endoftext|>"}], "special token '<|endoftext|>'"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content is None"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            "content is [{'type': 'image_url'}]",
+        ),
+        ([{"role": "user", "content": "\ud800"}], "messages[0].content is no text of Unicode"),
     ],
 )
 def test_bad_messages_are_answered(url, messages, words):
@@ -183,6 +190,7 @@ def test_requests_from_elsewhere_and_of_other_forms_are_refused(url):
     assert request(url, path="/v1/nothing")[0] == 404
     assert request(url, "GET", "/nothing")[0] == 404
     assert request(url, **{"Content-Length": "100000000"})[0] == 413
+    assert request(url, body=b" " * (5 << 20))[0] == 413
     assert request(url, **{"Content-Length": "x"})[0] == 411
 
 
