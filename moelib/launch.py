@@ -49,11 +49,15 @@ class ConfigFlags:
         None, "Name of the hardware, which selects the first mesh rule that matches it."
     )
 
+    def set_first(self, cfg: Any) -> None:
+        """Sets what `--set` may then change."""
+
     def load(self) -> Any:
         """Returns the config that the flags describe."""
         return load_config(
             self.module,
             self.config,
+            set_first=self.set_first,
             sets=self.set,
             data_dir=self.data_dir,
             max_step=self.max_step,
@@ -156,8 +160,8 @@ class TrainFlags(ConfigFlags, DeviceFlags):
     init_from: str | None = flag(
         None, "Run, RUN@STEP or RUN@best, or Hugging Face model, that a new run starts from."
     )
-    init_from_state: Literal["params", "all"] | None = flag(
-        None, "Whether it starts from the parameters, or also from step, optimizer and data."
+    init_from_state: Literal["params", "state", "all"] | None = flag(
+        None, "Whether it starts from the parameters, also from step and optimizer, or from all."
     )
     init_from_rules: tuple[str, ...] = flag(
         (), "Parameters with other names there: 'regex -> replacement', 'dropped ->', '-> new'."
@@ -181,17 +185,20 @@ class TrainFlags(ConfigFlags, DeviceFlags):
         None, "Address to serve it on instead of 127.0.0.1; others can then read the run."
     )
 
-    def load(self) -> Any:
-        """Returns the config that the flags describe."""
-        cfg = super().load()
-        if mesh := mesh_of_flags(cfg, self.mesh, self.model_shards):
-            set_field(cfg, f"mesh_shape={mesh}", flag="--mesh")
+    def set_first(self, cfg: Any) -> None:
+        """Sets `init_from`, which `--set` may then change."""
         if self.init_from is not None:
             from moelib.train.init_from import InitFrom
 
             with config_origin("--init_from"):
                 cfg.init_from = InitFrom.default_config().set(run=self.init_from)
-        elif cfg.init_from is None and (self.init_from_state or self.init_from_rules):
+
+    def load(self) -> Any:
+        """Returns the config that the flags describe."""
+        cfg = super().load()
+        if mesh := mesh_of_flags(cfg, self.mesh, self.model_shards):
+            set_field(cfg, f"mesh_shape={mesh}", flag="--mesh")
+        if cfg.init_from is None and (self.init_from_state or self.init_from_rules):
             raise UsageError("--init_from_state and --init_from_rules require --init_from.")
         fields = {
             "trainer_dir": "dir",
@@ -275,6 +282,7 @@ def load_config(
     module: str | None,
     name: str | None,
     *,
+    set_first: Callable[[Any], None] | None = None,
     sets: Sequence[str] = (),
     data_dir: str | None = None,
     max_step: int | None = None,
@@ -285,6 +293,7 @@ def load_config(
     Args:
         module: Name of a module with `named_trainer_configs()`.
         name: Name of the config.
+        set_first: Changes the config before `sets` do.
         sets: Changes "path=value".
         data_dir: Replacement for `{data_dir}` in paths.
         max_step: Number of steps.
@@ -311,6 +320,8 @@ def load_config(
         cfg = select_mesh(cfg, mesh_selector)
     if max_step is not None:
         config_text.set_from_text(cfg, f"max_step={max_step}", flag="--max_step")
+    if set_first is not None:
+        set_first(cfg)
     for assignment in sets:
         set_field(cfg, assignment)
     if data_dir is not None:

@@ -129,10 +129,12 @@ class InitFrom(Configurable):
             position = restored.record.input if cfg.state == "all" else None
             return Initial(restored.state, position, origin)
         record = on_all_processes(functools.partial(CheckpointRecord.read, path), path)
-        params = self._parameters(state.model, record, checkpoints)
+        params = self._parameters(state.model, record, checkpoints, model)
         return Initial(restart_learner(state._replace(model=params), learner), None, origin)
 
-    def _parameters(self, initial: Nested, record: CheckpointRecord, checkpoints: str) -> Nested:
+    def _parameters(
+        self, initial: Nested, record: CheckpointRecord, checkpoints: str, model: Any
+    ) -> Nested:
         own, run = tree.by_path(initial), self.config.run
         saved = {
             name.removeprefix("model/"): array
@@ -164,7 +166,7 @@ class InitFrom(Configurable):
         }
         if upcycle is not None:
             dense = {here: found[there] for here, there in experts.items()}
-            new |= upcycle.experts(dense, own)
+            new |= upcycle.experts(dense, own, model)
         return tree.map_by_path(new.get, initial)
 
     def _names(

@@ -15,7 +15,10 @@ from jaxtyping import Array, Float, Key
 
 from moelib.core.config import Configurable, config_class
 from moelib.core.config_types import Limit
+from moelib.core.context import names_below
 from moelib.core.errors import UserError
+from moelib.layers.moe.router import Router
+from moelib.models.model import Model
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +31,9 @@ class Upcycle(Configurable):
     Experts as wide as the dense layer are copies of it (sparse upcycling, Komatsuzaki et al.,
     arXiv:2212.05055). Those of width F / G are its G slices, in turn, with outputs multiplied by G;
     the router begins with equal weights for the slices of a copy, so that a token is sent to whole
-    copies (virtual groups, He et al., arXiv:2410.07524). If the K weights of a token sum to 1, K is
-    a multiple of G, nothing is dropped and there are no shared experts, the model begins with the
-    loss of the dense one.
+    copies (virtual groups, He et al., arXiv:2410.07524). Outputs are divided by the router's
+    `scaling_factor`. If the K weights of a token sum to 1 before it, K is a multiple of G, nothing
+    is dropped and there are no shared experts, the model begins with the loss of the dense one.
     """
 
     @config_class
@@ -64,29 +67,45 @@ class Upcycle(Configurable):
         self, dense: Mapping[str, jax.ShapeDtypeStruct], own: Mapping[str, jax.Array]
     ) -> None:
         """Raises UserError if the sizes of dense layers do not fit; arguments as `experts`."""
+        part = self.config.reinitialized
         for layer in _layers(dense):
             _granularity(layer, *([x[path] for path in _paths(layer)] for x in (dense, own)))
+            width = own[_paths(layer)[1]].shape[-2]
+            if part and not round(part * width):
+                raise UserError(
+                    f"init_from.upcycle.reinitialized is {part}, less than one of the {width} "
+                    f"hidden units of an expert of {layer}; set it to {1 / width:.2g} or more, or "
+                    "to 0."
+                )
 
     def experts(
-        self, dense: Mapping[str, jax.Array], own: Mapping[str, jax.Array]
+        self, dense: Mapping[str, jax.Array], own: Mapping[str, jax.Array], model: Model
     ) -> dict[str, jax.Array]:
         """Returns the experts, and routers that must fit them; deletes the initial experts.
 
         Args:
             dense: Arrays of the dense model, by the paths that experts have here.
             own: Parameters of this run, whose sizes must fit.
+            model: The model of this run.
         """
         cfg: Upcycle.Config = self.config
+        scales = {
+            "/".join(names_below(model, each) or ()): each.config.scaling_factor
+            for each, _ in model.walk()
+            if isinstance(each, Router)
+        }
         new: dict[str, jax.Array] = {}
         for number, layer in enumerate(_layers(dense)):
             paths = _paths(layer)
             initial = [own[path] for path in paths]
             granularity = _granularity(layer, [dense[path] for path in paths], initial)
             num_experts = initial[1].shape[-3]
+            router = f"{layer.removesuffix('/experts')}/router"
             run = functools.partial(
                 _experts,
                 num_copies=num_experts // granularity,
                 granularity=granularity,
+                scale=granularity / scales[router],
                 part=cfg.reinitialized,
             )
             key = jax.random.fold_in(jax.random.key(cfg.seed), number)
@@ -96,9 +115,9 @@ class Upcycle(Configurable):
             found = jax.jit(run, out_shardings=shardings)(*(dense[path] for path in paths), key)
             new |= {path: x.astype(dtype) for path, x in zip(paths, found, strict=True)}
             if granularity > 1:
-                router = f"{layer.removesuffix('/experts')}/router/weight"
+                weight = own[path := f"{router}/weight"]
                 group = functools.partial(_grouped, granularity=granularity)
-                new[router] = jax.jit(group, out_shardings=own[router].sharding)(own[router])
+                new[path] = jax.jit(group, out_shardings=weight.sharding)(weight)
             logger.info(
                 "%s: %d experts are %d copies of a dense layer in %d parts.",
                 *(layer, num_experts, num_experts // granularity, granularity),
@@ -149,15 +168,16 @@ def _experts(
     *,
     num_copies: int,
     granularity: int,
+    scale: float,
     part: float,
 ) -> tuple[Float[Array, "*l E n D f"], Float[Array, "*l E f D"]]:
-    """Returns the matrices of E experts of the width f = F / G."""
+    """Returns the matrices of E experts of the width f = F / G; `scale` multiplies outputs."""
 
     def copies(x: jax.Array, axis: int) -> jax.Array:
         slices = jnp.split(x, granularity, axis)
         return jnp.stack(slices * num_copies, axis=down.ndim - 2)  # Before the matrices of a layer.
 
-    ups, downs = copies(up, -1), copies(granularity * down, -2)
+    ups, downs = copies(up, -1), copies(scale * down, -2)
     if not part:
         return ups, downs
     keys = jax.random.split(key, 3)

@@ -14,6 +14,7 @@ from moelib.checkpoint.contents import (
     DamagedCheckpointError,
 )
 from moelib.core.errors import UserError
+from moelib.launch import TrainFlags
 from moelib.runs.folder import RunFolder
 from moelib.train.init_from import InitFrom, sources
 from tests import tiny
@@ -194,3 +195,15 @@ def test_the_first_rule_that_matches_renames():
 def test_rules_that_do_not_fit_both_sides_are_refused(rules, message):
     with pytest.raises(UserError, match=message):
         sources(THERE, HERE, rules, "R")
+
+
+def test_set_may_change_what_the_flag_sets():
+    flags = TrainFlags(
+        module="tests.cli.test_launch",
+        config="tiny",
+        init_from="runs/dense",
+        init_from_state="state",
+        set=("init_from.upcycle=moelib.train.upcycle:Upcycle", "init_from.upcycle.seed=3"),
+    )
+    found = flags.load().init_from
+    assert (found.run, found.state, found.upcycle.seed) == ("runs/dense", "state", 3)

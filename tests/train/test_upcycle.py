@@ -64,12 +64,14 @@ def loss_of(trainer):
 
 
 @pytest.mark.parametrize(
-    ("hidden_dim", "num_experts", "per_token"), [(16, 4, 2), (16, 3, 1), (8, 4, 2), (4, 8, 8)]
+    ("hidden_dim", "num_experts", "per_token", "scaling_factor"),
+    [(16, 4, 2, 1.0), (16, 3, 1, 1.0), (8, 4, 2, 1.0), (4, 8, 8, 2.5)],
 )
 def test_the_loss_begins_with_that_of_the_dense_model(
-    dense, tmp_path, hidden_dim, num_experts, per_token
+    dense, tmp_path, hidden_dim, num_experts, per_token, scaling_factor
 ):
-    trainer = upcycled(dense, tmp_path, experts(hidden_dim, num_experts, per_token))
+    feed_forward = experts(hidden_dim, num_experts, per_token, scaling_factor=scaling_factor)
+    trainer = upcycled(dense, tmp_path, feed_forward)
     assert loss_of(trainer) == pytest.approx(loss_of(dense[2]), rel=1e-6)
     if per_token == 1:
         assert trainer.run()["step"] == 2  # Trains: each copy gets other tokens.
@@ -97,6 +99,11 @@ def test_a_part_of_the_hidden_units_is_drawn_anew(dense, tmp_path):
         assert len(chosen) > 1  # Other units in each expert.
         drawn = now["down"][is_new["down"]]
         assert np.std(drawn) == pytest.approx(np.std(was["down"]), rel=0.35)
+
+
+def test_a_part_of_less_than_a_hidden_unit_is_refused(dense, tmp_path):
+    with pytest.raises(UserError, match=r"reinitialized is 0.01, less .* 16 hidden .* 0.062 or"):
+        upcycled(dense, tmp_path, experts(), reinitialized=0.01)
 
 
 @pytest.mark.parametrize(
