@@ -127,8 +127,15 @@ class _Cut:
         params = read_parameters(params, self.specs, self.dtype, constants["quantized"])
         return functional(self.model, micro["key"], params, inputs, is_training=True, method=method)
 
-    def first(self, outer: Nested, constants: Any, micro: Any) -> Any:
-        """Returns the input of the first block, the auxiliary losses so far, and outputs."""
+    def updated_before(self, outer: Nested, constants: Any, micro: Any) -> set[str]:
+        """Returns the paths of the parameters that are updated before the blocks."""
+        run = functools.partial(self._run, "before_blocks")
+        _, outputs = jax.eval_shape(run, outer, constants, micro, micro["batch"])
+        return set(tree.by_path(outputs.state_updates))
+
+    def first(self, outer: Nested, beginning: Nested, constants: Any, micro: Any) -> Any:
+        """Returns (input of the first block, auxiliary losses), (outputs, `beginning` after)."""
+        constants = constants | {"fixed": tree.merge(constants["fixed"], beginning)}
         (x, side_inputs), outputs = self._run(
             "before_blocks", outer, constants, micro, micro["batch"]
         )
@@ -138,14 +145,10 @@ class _Cut:
                     f"mesh axis pipeline: {self.stack._title()} gets {name!r}, an array of floats, "
                     "whose gradient a pipeline does not compute; set pipeline=1."
                 )
-        if outputs.state_updates:
-            path = next(iter(tree.by_path(outputs.state_updates)))
-            raise UserError(
-                f"mesh axis pipeline: {path} is updated by a layer before the repeated layers; "
-                "set pipeline=1."
-            )
+        beginning = updated(beginning, outputs.state_updates, outer, self.learner)
+        outputs = outputs._replace(state_updates={}, module_outputs={})
         total = outputs.total_aux_loss(micro["num_tokens"])
-        return (x, total * micro["shares"][1]), outputs._replace(module_outputs={})
+        return (x, total * micro["shares"][1]), (outputs, beginning)
 
     def stage(
         self, params: Any, x: jax.Array, fixed: Any, constants: Any, micro: Any, blocks: Any
@@ -294,7 +297,6 @@ def accumulate_in_pipeline(
     cut = _Cut(model, learner, placement, train_dtype, uniform=uniform)
     blocks, outer = tree.split(trained, cut.is_block)
     fixed_blocks, fixed_outer = tree.split(fixed, cut.is_block)
-    ending = tree.select(fixed_outer, lambda path: not specs[path].trainable)
     to_stages = functools.partial(tree.map_by_path, placement.to_stages)
     to_layers = functools.partial(tree.map_by_path, placement.to_layers)
     of_blocks, of_outer = tree.split(quantized, cut.is_block)
@@ -307,15 +309,21 @@ def accumulate_in_pipeline(
     counts = lambda batch: jnp.stack(cast(StackedModel, model).token_counts(batch))  # [2]
     of_each = jax.vmap(counts)(micro)  # [M, 2]
     shares = of_each / jnp.maximum(counts(batch), 1.0)[None]
+    constants = {"fixed": fixed_outer, "outer": outer, "quantized": of_outer}
+    of_micro = {"batch": micro, "shares": shares, "num_tokens": of_each[:, 1], "key": keys}
+    before = cut.updated_before(outer, constants, jax.tree.map(lambda a: a[0], of_micro))
+    updatable = tree.select(fixed_outer, lambda path: not specs[path].trainable)
+    beginning, ending = tree.split(updatable, before.__contains__)
     done = run_pipeline(
         Functions(cut.first, cut.stage, cut.last),
         layout,
         to_stages(blocks),
         to_stages(fixed_blocks),
         outer,
+        beginning,
         ending,
-        {"fixed": fixed_outer, "outer": outer, "quantized": of_outer},
-        {"batch": micro, "shares": shares, "num_tokens": of_each[:, 1], "key": keys},
+        constants,
+        of_micro,
         layers=layers,
         uniform=uniform,
     )
@@ -329,15 +337,15 @@ def accumulate_in_pipeline(
             context.merge(part)
         outputs = context.outputs
         aux_loss = weighted(outputs.total_aux_loss(num_tokens), num_tokens)
-        found = collect(loss, metrics, outputs, batch, aux_loss)
-        return found, jnp.stack([loss.mean, aux_loss.mean]) @ shares
+        metrics = collect(loss, metrics, outputs, batch, aux_loss)
+        return metrics, jnp.stack([loss.mean, aux_loss.mean]) @ shares
 
     parts = micro, shares, of_each[:, 1], done.first, of_blocks, done.last
-    of_micro, objectives = jax.vmap(metrics_of)(parts)
-    first = jax.tree.map(lambda a: a[0], of_micro)
+    found, objectives = jax.vmap(metrics_of)(parts)
+    first = jax.tree.map(lambda a: a[0], found)
     start = jax.tree.map(empty, first, is_leaf=is_metric)
     add = lambda sum, new: (jax.tree.map(combine, sum, new, is_leaf=is_metric), None)
-    metrics, _ = lax.scan(add, start, of_micro)
+    metrics, _ = lax.scan(add, start, found)
     gradients = tree.merge(to_layers(done.params), done.outer)
-    state = tree.merge(fixed, to_layers(done.fixed), done.ending)
+    state = tree.merge(fixed, to_layers(done.fixed), done.beginning, done.ending)
     return Accumulated(jnp.sum(objectives), jnp.ones(()), gradients, metrics, state)

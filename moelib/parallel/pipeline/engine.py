@@ -57,7 +57,8 @@ class Functions(NamedTuple):
     A micro-batch is a tree of arrays, the slices of `microbatches`. Outputs are trees of arrays.
     """
 
-    # (outer, constants, micro) -> ((x, auxiliary loss), outputs): before the layers.
+    # (outer, beginning, constants, micro) -> ((x, auxiliary loss), (outputs, beginning)): before
+    # the layers.
     first: Callable[..., Any]
     # (params, x, fixed, constants, micro, layers) -> ((x, auxiliary loss), (outputs, fixed)): the
     # layers of one stage; `layers` is its part of those of `run_pipeline`.
@@ -72,6 +73,7 @@ class Result(NamedTuple):
     params: Any  # Gradients of stages [chunks of all ranks, layers, ...], float32.
     outer: Any  # Gradients of parameters outside of stages, float32.
     fixed: Any  # Parameters of stages without gradient, after the last micro-batch.
+    beginning: Any  # Parameters that `first` updates, after the last micro-batch.
     ending: Any  # Parameters that `last` updates, after the last micro-batch.
     stages: Any  # Outputs of stages [chunks of all ranks, M, ...].
     first: Any  # Outputs [M, ...].
@@ -84,6 +86,7 @@ def run_pipeline(
     params: Any,
     fixed: Any,
     outer: Any,
+    beginning: Any,
     ending: Any,
     constants: Any,
     microbatches: Any,
@@ -100,7 +103,8 @@ def run_pipeline(
             `layout.rows`.
         fixed: Parameters of stages without gradient.
         outer: Parameters outside of stages that have gradients.
-        ending: Parameters without gradient that `last` updates.
+        beginning: Parameters without gradient that `first` updates.
+        ending: Those that `last` updates.
         constants: Tree of arrays that every function gets.
         microbatches: Tree of arrays [M, ...].
         layers: Arrays of stages that are only read, as `params`; by default `layout.rows`.
@@ -115,13 +119,13 @@ def run_pipeline(
     run = functools.partial(_Run, functions, layout, ticks, uniform)
     mapped = jax.shard_map(
         lambda *args: run(*args).all_ticks(),
-        in_specs=(of_rank, of_rank, whole, whole, whole, whole, of_rank),
-        out_specs=Result(of_rank, whole, of_rank, whole, of_rank, whole, whole),
+        in_specs=(of_rank, of_rank, whole, whole, whole, whole, whole, of_rank),
+        out_specs=Result(of_rank, whole, of_rank, whole, whole, of_rank, whole, whole),
         axis_names={AXIS},
         check_vma=False,
     )
     layers = np.array(layout.rows, np.int32) if layers is None else layers
-    return mapped(params, fixed, outer, ending, constants, microbatches, layers)
+    return mapped(params, fixed, outer, beginning, ending, constants, microbatches, layers)
 
 
 class _State(NamedTuple):
@@ -130,13 +134,14 @@ class _State(NamedTuple):
     inputs: jax.Array  # [V, num_inputs, ...]
     output_gradients: jax.Array  # [V, num_gradients, ...]
     fixed: Any  # [V, layers, ...]
+    beginning: Any
     ending: Any
     saved: Any  # [num_saved, ...]
     deferred: Any  # [num_deferred, ...]
     gradients: Any  # [V, layers, ...]
     outer: Any
     stages: Any  # [V, M, ...]
-    first: Any  # [M, ...]
+    first: Any  # Outputs, and `beginning` before each pass [M, ...].
     last: Any
 
 
@@ -184,6 +189,7 @@ class _Run:
         params: Any,
         fixed: Any,
         outer: Any,
+        beginning: Any,
         ending: Any,
         constants: Any,
         microbatches: Any,
@@ -209,7 +215,7 @@ class _Run:
 
         first_of = functools.partial(jax.tree.map, lambda a: a[0])
         micro = first_of(microbatches)
-        (x, _), first = jax.eval_shape(functions.first, outer, constants, micro)
+        (x, _), (first, _) = jax.eval_shape(functions.first, outer, beginning, constants, micro)
         stage = first_of(params), x, first_of(fixed), (constants, micro, first_of(layers))
         _, (outputs, _) = jax.eval_shape(run_stage, *stage)
         self.passes = split_passes(run_stage, *stage)
@@ -223,13 +229,14 @@ class _Run:
             inputs=_zeros(x, V, ticks.num_inputs),
             output_gradients=_zeros(x, V, ticks.num_gradients),
             fixed=fixed,
+            beginning=beginning,
             ending=ending,
             saved=_zeros(self.passes.saved, ticks.num_saved),
             deferred=_zeros(self.passes.deferred, num_deferred) if ticks.num_deferred else (),
             gradients=_zeros(params, dtype=jnp.float32),
             outer=_zeros(outer, dtype=jnp.float32),
             stages=_zeros(outputs, V, M),
-            first=_zeros(first, M),
+            first=_zeros((first, beginning), M),
             last=_zeros(last, M),
         )
 
@@ -237,14 +244,15 @@ class _Run:
         """Returns this rank's part of the result."""
         state = self._scan()
         is_last = self.rank == (0 if self.layout.schedule.is_v else self.layout.num_ranks - 1)
-        ending = jax.tree.map(lambda a: jnp.where(is_last, a, 0), state.ending)
+        of = lambda is_own, tree: jax.tree.map(lambda a: jnp.where(is_own, a, 0), tree)
         return Result(
             params=state.gradients,
             outer=self._total(state.outer),
             fixed=state.fixed,
-            ending=self._total(ending),
+            beginning=self._total(of(self.rank == 0, state.beginning)),
+            ending=self._total(of(is_last, state.ending)),
             stages=state.stages,
-            first=self._total(state.first),
+            first=self._total(state.first[0]),
             last=self._total(state.last),
         )
 
@@ -347,11 +355,13 @@ class _Run:
             m % self.ticks.num_inputs,
         )
 
-        def first(inputs: jax.Array, kept: Any) -> Any:
-            (x, _), outputs = functions.first(self.outer, self.constants, micro)
-            return _put(inputs, x, chunk, ring), _put(kept, outputs, m)
+        def first(inputs: jax.Array, before: Any, kept: Any) -> Any:
+            (x, _), made = functions.first(self.outer, before, self.constants, micro)
+            outputs, after = made
+            return _put(inputs, x, chunk, ring), after, _put(kept, (outputs, before), m)
 
-        state = self._if(self.stages[chunk] == 0, first, state, "inputs", "first")
+        changed = "inputs", "beginning", "first"
+        state = self._if(self.stages[chunk] == 0, first, state, *changed)
         x, fixed = _at(state.inputs, chunk, ring), _at(state.fixed, chunk)
         stage = entries(self.params, chunk), x, fixed, self._same(chunk, m)
         into = entries(state.saved, saved_at)
@@ -405,8 +415,10 @@ class _Run:
             dx, written = results
 
             def first(total: Any) -> Any:
+                before = _at(state.first[1], m)
+
                 def input_of(outer: Any) -> Any:
-                    return self.functions.first(outer, self.constants, micro)[0]
+                    return self.functions.first(outer, before, self.constants, micro)[0]
 
                 (outer,) = jax.vjp(input_of, self.outer)[1]((dx, jnp.ones(())))
                 return (_add(total, outer),)

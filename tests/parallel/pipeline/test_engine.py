@@ -18,9 +18,10 @@ def layer(weight, bias, x):
     return y, 0.1 * jnp.mean(y**2), bias + 1e-2 * jax.lax.stop_gradient(jnp.mean(y))
 
 
-def first(outer, constants, micro):
-    x = outer["table"][micro["ids"]] * constants
-    return (x, 0.01 * jnp.sum(outer["table"] ** 2)), jnp.sum(micro["ids"])
+def first(outer, count, constants, micro):
+    """Weighs the input by the number of micro-batches so far."""
+    x = outer["table"][micro["ids"]] * constants / (1 + count)
+    return (x, 0.01 * jnp.sum(outer["table"] ** 2)), (jnp.sum(micro["ids"]), count + 1)
 
 
 def stage(params, x, fixed, constants, micro, layers):
@@ -45,7 +46,7 @@ def without_pipeline(outer, weights, constants, microbatches):
     total, biases, losses, count = 0.0, jnp.zeros(len(weights)), [], jnp.zeros(())
     for m in range(M):
         micro = jax.tree.map(lambda a, m=m: a[m], microbatches)
-        (x, loss), _ = first(outer, constants, micro)
+        (x, loss), _ = first(outer, m, constants, micro)
         total, new = total + loss, []
         for weight, bias in zip(weights, biases, strict=True):
             x, loss, after = layer(weight, bias, x)
@@ -93,13 +94,13 @@ def test_gradients_and_outputs_equal_those_without_a_pipeline(schedule, num_rank
     )
     with jax.set_mesh(mesh):
         parts = place(weights), place(biases * 0)
-        done = run(*parts, outer, jnp.zeros(()), constants, microbatches)
+        done = run(*parts, outer, jnp.zeros(()), jnp.zeros(()), constants, microbatches)
     close = lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     close(back(done.params), of_weights)
     jax.tree.map(close, done.outer, of_outer)
     close(back(done.fixed), biases)
     close(done.last, losses)
-    assert done.ending == M
+    assert done.beginning == done.ending == M
     np.testing.assert_array_equal(done.first, jnp.sum(microbatches["ids"], 1))
 
 
