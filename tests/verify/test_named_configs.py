@@ -1,6 +1,7 @@
 """Every named config of experiments/ passes `verify`; those that are equal when small run once."""
 
 import functools
+import re
 import tempfile
 
 import jax
@@ -15,7 +16,7 @@ from moelib.parallel.mesh import describe_mesh
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.verify import run
 from moelib.verify.meshes import meshes_to_check
-from moelib.verify.outcome import Status
+from moelib.verify.outcome import Outcome, Status
 from moelib.verify.shrink import shrink
 from tests.verify.tiny import outcomes
 
@@ -31,15 +32,27 @@ IN_FP8 = "expert=2,fsdp=2,model=2;data=2,expert=2,seq=2"
 OF_ONE_DEVICE = [*run.SINGLE_DEVICE_CHECKS, *run.EARLY_CHECKS, "bfloat16"]
 
 
+# Reasons for which a small config may skip a mesh: two heads, and states of sequences.
+CANNOT_SPLIT = "is not divisible by|passes its state from token to token"
+
+
+def faults(found: list[Outcome], meshes: set[str]) -> list[str]:
+    """Returns what is found, and the meshes of which nothing is known."""
+    tried = {each.mesh for each in found if each.status is Status.PASSED}
+    unknown = [each for each in found if each.mesh in meshes - tried]
+    return [str(each) for each in found if each.status is Status.FAILED or each in unknown]
+
+
 @functools.cache
 def failures(text: str) -> list[str]:
     """Returns what is found in a small config, given as text."""
     cfg = config_text.parse(text)
-    found = outcomes(cfg, *meshes_to_check(cfg, 8), num_devices=8)
+    axes = meshes_to_check(cfg, 8)
+    found = outcomes(cfg, *axes, num_devices=8)
     jax.clear_caches()  # Else each config leaves some 700 MiB of traces and programs.
-    tried = {each.mesh for each in found if each.status is Status.PASSED}
-    assert len(tried) >= 8, found
-    return [str(each) for each in found if each.status is Status.FAILED]
+    refused = [each for each in found if re.search(CANNOT_SPLIT, each.detail)]
+    assert 2 * len(refused) < len(axes), refused
+    return faults(found, {describe_mesh(each) for each in axes} - {each.mesh for each in refused})
 
 
 @pytest.mark.slow
@@ -58,9 +71,7 @@ def failures_on(meshes: str, text: str) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         found = list(run.run_checks(cfg, axes, jax.devices(), folder, without=OF_ONE_DEVICE))
     jax.clear_caches()
-    tried = {each.mesh for each in found if each.status is Status.PASSED}
-    assert tried >= set(map(describe_mesh, axes)), found
-    return [str(each) for each in found if each.status is Status.FAILED]
+    return faults(found, set(map(describe_mesh, axes)))
 
 
 @pytest.mark.slow
