@@ -30,7 +30,8 @@ _NAMES = deepseek_moe.Names("moe_num_experts", "moe_k", "moe_num_shared_experts"
 def model(settings: Settings, dense: Sequence[bool]) -> CausalLM.Config:
     """Returns the model whose layers are dense where `dense` says so."""
     settings.expect(moe_norm_min=1e-12, moe_use_aux_free=True, use_bias=False, use_rmsnorm=True)
-    settings.skip("num_nextn_predict_layers")  # transformers reads no such modules.
+    # transformers reads no modules of further tokens, and drops no assignments.
+    settings.skip("moe_capacity", "moe_gate", "num_nextn_predict_layers")
     router = deepseek_moe.balanced_router(Score.SOFTMAX_BEFORE_TOP_K, renormalize=True)
     parts = deepseek_moe.feed_forwards(settings, router, dense, _NAMES)
     return blocks.model(settings, blocks.attention(settings), parts)

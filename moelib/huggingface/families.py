@@ -36,7 +36,11 @@ from moelib.huggingface.olmo import FLEX_OLMO, OLMO2, OLMO3
 from moelib.huggingface.qwen_next import QWEN3_5_MOE, QWEN3_NEXT
 from moelib.huggingface.settings import Settings
 from moelib.huggingface.tensor_mapping import TensorMapping, expand
-from moelib.huggingface.text_parts import ERNIE4_5_VL_MOE, QWEN3_VL_MOE
+from moelib.huggingface.text_parts import (
+    ERNIE4_5_VL_MOE,
+    QWEN3_5_MOE_WITH_IMAGES,
+    QWEN3_VL_MOE,
+)
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.mixers.delta_net import DeltaNet
 from moelib.layers.moe.layer import MoELayer
@@ -50,7 +54,7 @@ FAMILIES = (
     *(LLAMA, QWEN3, QWEN2, MISTRAL, SMOLLM3, OLMO2, OLMO3, GRANITE, HUNYUAN_DENSE),
     *(MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, QWEN2_MOE_UNGATED, V2, V3, GPT_OSS),
     *(KIMI_K2, GLM4_MOE_LITE, SOLAR_OPEN, GLM4_MOE, DOTS1, EXAONE_MOE, HY_V3, MINIMAX_M2, MISTRAL4),
-    *(ERNIE4_5_MOE, QWEN3_VL_MOE, ERNIE4_5_VL_MOE),
+    *(ERNIE4_5_MOE, QWEN3_VL_MOE, QWEN3_5_MOE_WITH_IMAGES, ERNIE4_5_VL_MOE),
     *(FLEX_OLMO, GRANITEMOE, GRANITEMOESHARED, HUNYUAN_MOE, DBRX),
     *(QWEN3_NEXT, QWEN3_5_MOE, KIMI_LINEAR, GRANITEMOEHYBRID, NEMOTRON_H),
     *(DEEPSEEK_V32, GLM_MOE_DSA),

@@ -53,6 +53,8 @@ def _dots1(settings: Settings) -> CausalLM.Config:
     windows = blocks.windows(settings, default=lambda n: has_window and n >= first)
     attentions = [attention.clone(window=window) for window in windows]
     dense = deepseek_moe.first_dense(settings)
+    if settings.values.get("scoring_func") == "noaux_tc":  # As published, with sigmoid scores.
+        settings.values["scoring_func"] = "sigmoid"
     return deepseek_moe.sigmoid_model(settings, attentions, dense)
 
 
@@ -67,12 +69,15 @@ def _exaone_moe(settings: Settings) -> CausalLM.Config:
         for window in windows
     ]
     dense = deepseek_moe.listed_dense(settings, settings.take("first_k_dense_replace"))
+    settings.expect(is_moe_layer=[not each for each in dense])
+    settings.skip("num_nextn_predict_layers")  # transformers reads no such modules.
     return deepseek_moe.sigmoid_model(settings, attentions, dense, _EXAONE)
 
 
 def _hy_v3(settings: Settings) -> CausalLM.Config:
     settings.expect(qk_norm=True)
-    settings.skip("enable_moe_fp32_combine")  # Precision of a sum.
+    # The precision of a sum, and modules that transformers does not read.
+    settings.skip("enable_moe_fp32_combine", "num_nextn_predict_layers")
     attention = blocks.attention_with_bias(settings, qk_norm=blocks.norm(settings))
     dense = deepseek_moe.listed_dense(settings, num_dense=1)
     return deepseek_moe.sigmoid_model(settings, attention, dense, _HY)

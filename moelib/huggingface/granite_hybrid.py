@@ -95,6 +95,8 @@ def _model(settings: Settings) -> CausalLM.Config:
     positions = settings.take("position_embedding_type", None) or "nope"
     rotated = settings.lookup("position_embedding_type", positions, {"rope": True, "nope": False})
     rope = blocks.rope(settings)
+    settings.expect(normalization_function="rmsnorm")
+    settings.skip("init_method")
     channels = settings.take("mamba_expand") * settings.take("hidden_size")
     mamba = mamba_of(settings, channels // settings.take("mamba_n_heads"))
     if settings.take("mamba_d_head", "auto") != "auto":
@@ -130,7 +132,7 @@ def _settings(cfg: CausalLM.Config) -> dict[str, Any]:
         "mamba_expand": channels // cfg.dim,
         "position_embedding_type": "nope" if attention.rope is None else "rope",
         "layer_types": [
-            _LINEAR if isinstance(mixer, Mamba2.Config) else blocks.FULL for mixer in mixers
+            "mamba" if isinstance(mixer, Mamba2.Config) else "attention" for mixer in mixers
         ],
     }
 

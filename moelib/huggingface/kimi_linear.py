@@ -8,7 +8,7 @@ from typing import Any
 from moelib.huggingface import blocks, deepseek, deepseek_moe
 from moelib.huggingface.family import Family
 from moelib.huggingface.mixture import MIXTRAL_IN_LAYER
-from moelib.huggingface.settings import Settings
+from moelib.huggingface.settings import Settings, check_setting
 from moelib.huggingface.tensor_mapping import Part, Table
 from moelib.layers.attention.latent import LatentAttention
 from moelib.layers.mixers.kimi_delta_attention import KimiDeltaAttention
@@ -89,9 +89,8 @@ def _model(settings: Settings) -> CausalLM.Config:
     settings.skip("head_dim", "model_max_length", "num_key_value_heads", "qk_head_dim")
     for name in ("rope_parameters", "rope_scaling", "rope_theta"):  # It has no positions.
         settings.take(name, None)
-    published = settings.take(_LINEAR_CONFIG, None) or {}
-    own = {name: settings.take(setting) for setting, name in _LINEAR.items()}
-    head_dim, heads, width = (published.get(name) or own[name] for name in _LINEAR.values())
+    published = settings.inner(settings.take(_LINEAR_CONFIG, None) or {})
+    head_dim, heads, width = (_size(settings, published, *names) for names in _LINEAR.items())
     delta = KimiDeltaAttention.default_config().set(
         num_value_heads=heads,
         key_head_dim=head_dim,
@@ -104,16 +103,30 @@ def _model(settings: Settings) -> CausalLM.Config:
         norm=RMSNorm.default_config().set(eps=deepseek.LATENT_EPS),
         rope=None,
     )
-    total, full = settings.take("num_hidden_layers"), published.get("full_attn_layers")
+    total, full = settings.take("num_hidden_layers"), published.take("full_attn_layers", None)
     is_full = (lambda n: n % 4 == 0 and n > 0) if full is None else (lambda n: n + 1 in full)
-    kinds = settings.take("layer_types", None) or [
-        blocks.FULL if is_full(n) else blocks.LINEAR for n in range(total)
-    ]
+    listed = [blocks.FULL if is_full(n) else blocks.LINEAR for n in range(total)]
+    kinds = settings.take("layer_types", None) or listed
     settings.expect(num_hidden_layers=len(kinds))
+    if full is not None:
+        settings.expect(layer_types=listed)
+        published.expect(kda_layers=[n for n in range(1, total + 1) if n not in full])
+    published.finish()
     known = {blocks.LINEAR: delta, blocks.FULL: latent}
     mixers = [settings.lookup("layer_types", kind, known) for kind in kinds]
     dense = deepseek_moe.listed_dense(settings, settings.take("first_k_dense_replace"))
     return deepseek_moe.sigmoid_model(settings, mixers, dense)
+
+
+def _size(settings: Settings, published: Settings, name: str, name_there: str) -> int:
+    """Returns a size that `linear_attn_config` may have too; raises UserError if they differ."""
+    found = published.take(name_there, None)
+    if found is None:
+        return settings.take(name)
+    if name in settings.values:
+        settings.expect(**{name: found})
+    check_setting(name, found, settings.source)
+    return found
 
 
 def _settings(cfg: CausalLM.Config) -> dict[str, Any]:

@@ -35,8 +35,9 @@ def _model(settings: Settings) -> CausalLM.Config:
     attention = blocks.attention(settings, partial_rotary=True, qk_norm=norm, qk_norm_joint=True)
     rope = blocks.expect(attention.rope, RotaryEmbedding.Config)
     head_dim, rotary_dim = attention.head_dim, settings.take("rotary_dim", None)
-    if rotary_dim not in (None, head_dim) and rope.rotary_dim is None:
-        rope.rotary_dim = rotary_dim  # Published without partial_rotary_factor.
+    is_published = "partial_rotary_factor" not in blocks.rope_parameters(settings)
+    if is_published and rotary_dim not in (None, head_dim):
+        rope.rotary_dim = rotary_dim
     settings.expect(rotary_dim=rope.rotary_dim or head_dim)
     router = deepseek_moe.balanced_router(Score.SIGMOID, renormalize=True)
     return blocks.model(settings, attention, blocks.moe(settings, *_NAMES, router=router))

@@ -109,7 +109,9 @@ _KINDS = {
     **_Kind(
         "an integer above 0 or a text", lambda x: isinstance(x, str) or (type(x) is int and x > 0)
     ).names("sliding_window_pattern?"),
-    **_list_of(int, "a list of integers").names("mlp_only_layers? no_rope_layers?"),
+    **_list_of(int, "a list of integers").names(
+        "full_attn_layers? kda_layers? mlp_only_layers? no_rope_layers?"
+    ),
     **_list_of(str, "a list of texts").names("indexer_types? layer_types? mlp_layer_types?"),
     **_Kind("a text", lambda x: isinstance(x, str)).names("hybrid_override_pattern"),
     **_Kind("an object", lambda x: isinstance(x, dict)).names(

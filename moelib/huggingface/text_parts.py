@@ -1,4 +1,4 @@
-"""Text parts of Qwen3-VL-MoE and ERNIE-4.5-VL, written as the models of text that compute the same.
+"""Text parts of Qwen3-VL-MoE, Qwen3.5 and ERNIE-4.5-VL, written as models of text.
 
 Positions of text are equal on all axes of their rotary embeddings, which then are the plain ones.
 """
@@ -7,6 +7,7 @@ from typing import Any
 
 from moelib.huggingface import blocks, deepseek_moe, ernie
 from moelib.huggingface.mixture import QWEN3_MOE, QWEN_IN_LAYER
+from moelib.huggingface.qwen_next import QWEN3_5_MOE
 from moelib.huggingface.settings import Settings
 from moelib.huggingface.tensor_mapping import Part, Table
 from moelib.models.causal_lm import CausalLM
@@ -49,12 +50,20 @@ def _qwen3_vl_moe(settings: Settings) -> CausalLM.Config:
     return QWEN3_MOE.model(_text(settings, tied=False, norm_topk_prob=True))
 
 
+def _qwen3_5_moe(settings: Settings) -> CausalLM.Config:
+    return QWEN3_5_MOE.model(_text(settings, tied=False))
+
+
 def _ernie4_5_vl_moe(settings: Settings) -> CausalLM.Config:
     text = _text(settings, tied=True)
     sizes = text.values.get("moe_intermediate_size")  # Of experts of text, and of images.
     if isinstance(sizes, list) and sizes:
         text.values["moe_intermediate_size"] = sizes[0]
     return ernie.model(text, deepseek_moe.listed_dense(text, num_dense=1))
+
+
+def _in_language_model(name: str) -> str:
+    return name.replace("model.", "model.language_model.", 1)
 
 
 def _unread_of_ernie(cfg: CausalLM.Config) -> tuple[str, ...]:
@@ -71,8 +80,15 @@ QWEN3_VL_MOE = QWEN3_MOE._replace(
     in_layer=lambda cfg: QWEN_VL_IN_LAYER,
     defaults={**QWEN3_MOE.defaults, "num_key_value_heads": 16, "rope_theta": 500000.0},
     ignored=lambda cfg: (r"model\.visual\..*",),
-    tensor_name=lambda name: name.replace("model.", "model.language_model.", 1),
+    tensor_name=_in_language_model,
     written_as="qwen3_moe",
+)
+QWEN3_5_MOE_WITH_IMAGES = QWEN3_5_MOE._replace(
+    model_type="qwen3_5_moe",
+    model=_qwen3_5_moe,
+    ignored=lambda cfg: (r"model\.visual\..*", r"mtp\..*"),
+    tensor_name=_in_language_model,
+    written_as=QWEN3_5_MOE.model_type,
 )
 ERNIE4_5_VL_MOE = ernie.ERNIE4_5_MOE._replace(
     model_type="ernie4_5_vl_moe",

@@ -468,6 +468,23 @@ FAMILIES = {
             },
         },
     ),
+    "qwen3_5_vl_moe": (
+        transformers.Qwen3_5MoeConfig,
+        {
+            "text_config": {
+                **QWEN_NEXT,
+                "num_experts": 4,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.5,
+                    "mrope_section": [1, 1, 0],
+                    "mrope_interleaved": True,
+                },
+            },
+            "vision_config": {**VISION, "num_position_embeddings": 4, "out_hidden_size": 4},
+        },
+    ),
     "ernie4_5_vl_moe": (
         transformers.Ernie4_5_VLMoeConfig,
         {
@@ -534,10 +551,11 @@ FAMILIES = {
 def model_class(config):
     """Returns the class of language models of a config; the automatic class lacks some."""
     known = transformers.AutoModelForCausalLM._model_mapping
-    if type(config) in known:
+    has_images = hasattr(config, "vision_config")
+    if type(config) in known and not has_images:
         return known[type(config)]
     name = type(config).__name__.removesuffix("Config")
-    kinds = ("ForCausalLM", "ForConditionalGeneration")
+    kinds = ("ForConditionalGeneration",) if has_images else ("ForCausalLM",)
     return next(
         getattr(transformers, name + kind) for kind in kinds if hasattr(transformers, name + kind)
     )
@@ -614,7 +632,8 @@ def masks(segments, window):
 def documents(model, segments):
     """Returns (rows, tokens) of what is computed at once: a document if states go on after it."""
     every = slice(None)
-    if "linear_attention" not in (getattr(model.config, "layer_types", None) or []):
+    kinds = getattr(model.config.get_text_config(), "layer_types", None)
+    if "linear_attention" not in (kinds or []):
         return [(every, every)]
     (cut,) = (segments[1].diff().nonzero() + 1).flatten().tolist()
     second = slice(1, 2)
@@ -633,7 +652,8 @@ def expected(model):
     if model.config.model_type == "gpt_oss":  # It does not tell documents by their positions.
         inputs["attention_mask"] = masks(segments, model.config.sliding_window)
     parts = [
-        {n: x[part] if torch.is_tensor(x) else x for n, x in inputs.items()} | {"use_cache": False}
+        {n: x[..., *part] if torch.is_tensor(x) else x for n, x in inputs.items()}
+        | {"use_cache": False}
         for part in documents(model, segments)
     ]
     logits = torch.cat([model(**part).logits.flatten(0, 1) for part in parts])

@@ -31,7 +31,15 @@ FAMILIES = (
     *("minimax_m2", "mistral4", "ernie4_5_moe", "ernie4_5_vl_moe", "qwen3_vl_moe", "gpt_oss"),
     *("qwen2", "mistral", "smollm3", "olmo2", "olmo3", "granite", "hunyuan_v1_dense"),
     *("flex_olmo", "granitemoe", "granitemoeshared", "granitemoehybrid", "hunyuan_v1_moe", "dbrx"),
-    *("qwen3_next", "qwen3_5_moe", "kimi_linear", "nemotron_h", "deepseek_v32", "glm_moe_dsa"),
+    *(
+        "qwen3_next",
+        "qwen3_5_moe",
+        "qwen3_5_vl_moe",
+        "kimi_linear",
+        "nemotron_h",
+        "deepseek_v32",
+        "glm_moe_dsa",
+    ),
 )
 # Families that compute what another does: they are written by their config.json.
 BY_FILE = ("glm_moe_dsa",)

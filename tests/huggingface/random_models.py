@@ -116,6 +116,13 @@ CHOICES = {
         **QWEN_NEXT,
         "rope_parameters": [{**DEFAULT, "partial_rotary_factor": part} for part in (0.25, 0.5, 1)],
     },
+    "qwen3_5_vl_moe": {
+        **{name: values for name, values in QWEN_NEXT.items() if name != "tie_word_embeddings"},
+        "rope_parameters": [
+            {**DEFAULT, "partial_rotary_factor": part, "mrope_section": [1, 1, 1]}
+            for part in (0.25, 0.5, 1)
+        ],
+    },
     "kimi_linear": {
         **SHARED,
         "layer_types": [[STATE, FULL, STATE], [FULL, STATE, FULL], [STATE, STATE, FULL]],

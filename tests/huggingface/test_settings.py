@@ -113,6 +113,11 @@ def test_parameters_of_rotary_embeddings_are_checked(name, value):
         read("llama3", rope_parameters=parameters, rope_scaling=None)
 
 
+def linear(**settings):
+    """Returns the settings of the layers of Kimi Linear without positions."""
+    return {"linear_attn_config": settings}
+
+
 @pytest.mark.parametrize(
     ("family", "settings", "message"),
     [
@@ -144,11 +149,35 @@ def test_parameters_of_rotary_embeddings_are_checked(name, value):
         ("nemotron_h", {"time_step_limit": [0.01, 1.0]}, "time_step_limit="),
         ("nemotron_h", {"use_bias": True}, "use_bias=True"),
         ("glm_moe_dsa", {"indexer_types": ["full", "shared"]}, "indexer_types='shared'"),
+        ("granitemoehybrid", {"normalization_function": "layernorm"}, "normalization_function="),
+        ("exaone_moe", {"is_moe_layer": [True, True]}, "is_moe_layer="),
+        ("dots1", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+        ("minimax_m2", {"rope_parameters": {"partial_rotary_factor": 1.0}}, "rotary_dim=4"),
+        ("kimi_linear", linear(chunk_size=8), "chunk_size=8"),
+        ("kimi_linear", linear(head_dim=4), "linear_head_dim=8"),
+        ("kimi_linear", linear(num_heads="8"), "linear_num_heads="),
+        ("kimi_linear", linear(full_attn_layers=[2]), "layer_types="),
+        ("kimi_linear", linear(full_attn_layers=[4], kda_layers=[1]), "kda_layers="),
     ],
 )
 def test_what_no_layer_computes_is_refused(family, settings, message):
     with pytest.raises(UserError, match=rf"config\.json: .*{message}"):
         read(family, **settings)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("dots1", {"scoring_func": "noaux_tc"}),
+        ("ernie4_5_moe", {"moe_capacity": [64, 64, 64], "moe_gate": "topk"}),
+        ("exaone_moe", {"is_moe_layer": [False, True], "num_nextn_predict_layers": 1}),
+        ("granitemoehybrid", {"init_method": "mup", "normalization_function": "rmsnorm"}),
+        ("hy_v3", {"num_nextn_predict_layers": 1}),
+        ("kimi_linear", linear(head_dim=8, full_attn_layers=[4], kda_layers=[1, 2, 3])),
+    ],
+)
+def test_published_settings_that_change_nothing_are_read(family, settings):
+    assert read(family, **settings) == read(family)
 
 
 def test_a_published_dbrx_is_written_with_the_base_where_transformers_reads_it():

@@ -43,7 +43,7 @@ def test_quotes_of_a_tsv_join_no_rows(tmp_path):
     (tmp_path / "a.tsv").write_text('id\ttext\n1\t"Yes\n2\tand no"\n3\t"\n"a\tb"\n')
     assert list(_source(tmp_path).documents()) == ['"Yes', 'and no"', '"', 'b"']
     (tmp_path / "a.tsv").write_text('text\n"two\tfields"\n')
-    with pytest.raises(BadRecordError, match="2 fields, .* a .tsv has no quotes"):
+    with pytest.raises(BadRecordError, match=r"2 fields, .* a \.tsv has no quotes"):
         list(_source(tmp_path).documents())
 
 
