@@ -145,7 +145,7 @@ class TrainFlags(ConfigFlags, DeviceFlags):
     trainer_dir: str | None = flag(None, "Folder of the run, which an existing run resumes from.")
     accept_changes: tuple[str, ...] = flag(
         (),
-        "Changes to a run: schedule, train_dtype, accumulation, config, tokenizer.",
+        "Changes to a run: schedule, train_dtype, accumulation, config, data, tokenizer.",
         split=True,
     )
     trainer_prng_seed: int | None = flag(None, "Seed of initial parameters and dropout.")
@@ -211,6 +211,10 @@ class TrainFlags(ConfigFlags, DeviceFlags):
             "rewind_to": "rewind_to",
             "skip_batches": "skip_batches",
         }
+        if self.accept_changes:
+            from moelib.runs.identity import check_accepted
+
+            check_accepted(self.accept_changes)
         for name, field in fields.items():
             if (value := getattr(self, name)) not in (None, ()):
                 with config_origin(f"--{name}"):

@@ -22,7 +22,7 @@ from moelib.launch import DeviceFlags, import_module
 from moelib.runs.folder import RunFolder
 from moelib.runs.routing_file import RoutingLog, list_data
 from moelib.runtime import storage
-from moelib.runtime.command_line import describe_flags, flag
+from moelib.runtime.command_line import check_used, flag
 from moelib.runtime.progress import Progress
 from moelib.runtime.table import print_table
 
@@ -92,10 +92,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         given = arguments[0] if arguments else ""
         raise UsageError(f"name an analysis, not {given!r}; {did_you_mean(given, ANALYSES)}")
     name, *folders = arguments
-    for info in describe_flags(Flags):
-        if info.of and name not in info.of and getattr(flags, info.name) != info.default:
-            users = " or ".join(info.of)
-            raise UsageError(f"--{info.name} is of the analysis {users}, not {name}.")
+    check_used(flags, "the analysis", name)
     if flags.output is not None and os.path.isfile(flags.output):
         raise UsageError(f"--output={flags.output} is a file; name a folder.")
     if flags.module:

@@ -4,14 +4,15 @@ import hashlib
 import json
 import logging
 import re
+import typing
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 
 from moelib.checkpoint.contents import CheckpointRecord
 from moelib.core import tree
-from moelib.core.config import REQUIRED
+from moelib.core.config import REQUIRED, did_you_mean
 from moelib.core.config_text import Line, lines, parse, sub_configs, text_lines
 from moelib.core.errors import UserError
 from moelib.core.trusted_code import UntrustedNameError
@@ -71,6 +72,16 @@ class Change(NamedTuple):
 
 class TrainerDirConflictError(UserError):
     """The folder holds checkpoints of a run with another config."""
+
+
+def check_accepted(names: Sequence[str]) -> Sequence[AcceptedChange]:
+    """Returns the names. Raises UserError if one is no `AcceptedChange`."""
+    known = typing.get_args(AcceptedChange)
+    for name in names:
+        if name not in known:
+            near = did_you_mean(name, known)
+            raise UserError(f"accept_changes (--accept_changes) has {name!r}; {near}")
+    return cast("Sequence[AcceptedChange]", names)
 
 
 def _effect(path: str, operational: Collection[str]) -> str:

@@ -96,6 +96,20 @@ def describe_flags(cls: type) -> list[FlagInfo]:
     ]
 
 
+def check_used(flags: Any, field: str, name: str) -> None:
+    """Raises UsageError if a flag is set that the action `name` does not use.
+
+    Args:
+        flags: Dataclass of flags, of which some have `of`.
+        field: What selects the action, for the message.
+        name: The action.
+    """
+    for info in describe_flags(type(flags)):
+        if info.of and name not in info.of and getattr(flags, info.name) != info.default:
+            users = " or ".join(info.of)
+            raise UsageError(f"--{info.name} is of {field} {users}, not {name}; remove it.")
+
+
 _KINDS = {str: "text", int: "integer", float: "number", bool: "yes/no"}
 
 

@@ -17,6 +17,12 @@ class FineTuning:
         "(prompt, chosen, rejected) for dpo; of prompts for grpo and gspo.",
     )
     trainer_dir: str = flag("", "Folder of the run, which an existing run resumes from.")
+    accept_changes: tuple[str, ...] = flag(
+        (), "Changes to a run: schedule, train_dtype, config, data, tokenizer.", split=True
+    )
+    skip_bad_lines: bool = flag(
+        False, "Whether records without a conversation are counted rather than errors.", of=("sft",)
+    )
     objective: Literal["sft", "dpo", "grpo", "gspo"] = flag(
         "sft",
         "Supervised fine-tuning; preferences (DPO); or rewards of the model's own answers (GRPO, "

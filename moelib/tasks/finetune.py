@@ -1,5 +1,7 @@
 """Fine-tuning of a Hugging Face model: the config of its run, and the numbers that are trained."""
 
+import dataclasses
+
 import jax
 
 from moelib.core.config import config_for_function
@@ -10,6 +12,8 @@ from moelib.learner import schedules, transforms
 from moelib.learner.optimizers import adamw_optimizer
 from moelib.models.objective import DirectPreference, Objective, PolicyGradient
 from moelib.parallel.mesh import mesh_shape_from_axes, parse_mesh
+from moelib.runs.identity import check_accepted
+from moelib.runtime.command_line import check_used
 from moelib.runtime.table import Table, print_table
 from moelib.tasks.fine_tuning import FineTuning
 from moelib.tasks.finetune_data import input_of
@@ -17,6 +21,8 @@ from moelib.tasks.fit import FitResult, fit
 from moelib.train.adapters import add_adapters
 from moelib.train.init_from import InitFrom
 from moelib.train.trainer import SpmdTrainer
+
+_OF_ADAPTERS = "lora_rank", "targets", "train_router"
 
 
 def finetune_config(settings: FineTuning) -> SpmdTrainer.Config:
@@ -33,6 +39,14 @@ def finetune_config(settings: FineTuning) -> SpmdTrainer.Config:
     for name in ("model", "data", "trainer_dir"):
         if not getattr(settings, name):
             raise UserError(f"{name} is not set; set {name} (--{name}).")
+    check_used(settings, "the objective", settings.objective)
+    defaults = {field.name: field.default for field in dataclasses.fields(settings)}
+    for name in _OF_ADAPTERS:
+        if settings.full and getattr(settings, name) != defaults[name]:
+            raise UserError(
+                f"{name} (--{name}) is of adapters, but full (--full) trains all parameters; "
+                "remove one of the two."
+            )
     model, _ = read_config(settings.model)
     data = input_of(settings, model)
     peak_lr = settings.lr
@@ -49,6 +63,7 @@ def finetune_config(settings: FineTuning) -> SpmdTrainer.Config:
         model=model if settings.full else model.set(dtype=settings.dtype),
         init_from=InitFrom.default_config().set(run=settings.model),
         input=data,
+        accept_changes=check_accepted(settings.accept_changes) or None,
     )
     schedule = config_for_function(schedules.cosine).set(
         peak_lr=peak_lr, max_step=settings.max_step, warmup_steps=settings.max_step // 20

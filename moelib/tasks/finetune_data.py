@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from moelib.core.errors import UserError
+from moelib.core.errors import ExistingFileError, UserError
 from moelib.data.batches.input import Input
 from moelib.data.batches.lm_input import LMInput
 from moelib.data.batches.packing import LongDocuments, Packing
@@ -76,7 +76,14 @@ def _store(settings: FineTuning) -> str:
     records, tokenizer, template = _opened(settings)
     chat = chat_options(template, records, max_length=settings.seq_len)
     store = settings.trainer_dir.rstrip("/") + ".data"
-    prepare(records, tokenizer, store, chat=chat, append_eos=False)
+    skip = settings.skip_bad_lines
+    try:
+        prepare(records, tokenizer, store, chat=chat, append_eos=False, skip_bad_records=skip)
+    except ExistingFileError as error:
+        raise ExistingFileError(
+            f"{store} was made of other data or settings; restore them, set another trainer_dir "
+            "(--trainer_dir), or delete the folder."
+        ) from error
     return store
 
 

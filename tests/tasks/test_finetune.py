@@ -1,5 +1,6 @@
 """Fine-tuning of a Hugging Face folder: what is trained, exported and refused."""
 
+import dataclasses
 import json
 import re
 
@@ -32,7 +33,8 @@ def folders(tmp_path_factory):
 
 def settings(folders, trainer_dir, **fields):
     model, store = map(str, folders)
-    fields = {"max_step": 6, "batch_size": 8, "seq_len": 64, "lr": 1e-2, "lora_rank": 4} | fields
+    fields = {"max_step": 6, "batch_size": 8, "seq_len": 64, "lr": 1e-2} | fields
+    fields |= {} if "full" in fields else {"lora_rank": fields.get("lora_rank", 4)}
     return FineTuning(model=model, data=store, trainer_dir=str(trainer_dir), **fields)
 
 
@@ -146,3 +148,32 @@ def test_data_without_conversations_or_template_are_refused(folders, tmp_path, n
         (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=message):
         finetune_config(settings((folders[0], tmp_path / name), tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"reward": "a:b"}, "--reward is of the objective grpo or gspo, not sft; remove it"),
+        ({"beta": 0.5}, "--beta is of the objective dpo, not sft"),
+        ({"full": True, "train_router": True}, "train_router .* is of adapters, but full"),
+        ({"accept_changes": ("dada",)}, "has 'dada'; did you mean 'data'"),
+    ],
+)
+def test_settings_without_an_effect_are_refused(folders, tmp_path, fields, message):
+    with pytest.raises(UserError, match=message):
+        finetune_config(settings(folders, tmp_path / "run", **fields))
+
+
+def test_the_cures_of_bad_conversations_are_flags_of_the_command(folders, tmp_path):
+    data, fields = tmp_path / "chat.jsonl", {"chat_template": "plain"}
+    data.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": 3}\n')
+    asked = settings((folders[0], data), tmp_path / "run", **fields)
+    with pytest.raises(UserError, match="--skip_bad_lines"):
+        finetune_config(asked)
+    finetune_config(dataclasses.replace(asked, skip_bad_lines=True))
+    data.write_text('{"prompt": "c", "completion": "d"}\n')
+    with pytest.raises(UserError, match=r"run\.data was made of other .* another trainer_dir"):
+        finetune_config(asked)
+    data.write_text(json.dumps({"prompt": "a" * 99, "completion": "b"}))
+    with pytest.raises(UserError, match=r"1 conversations left out \(.*1\).* length \(--seq_len\)"):
+        finetune_config(settings((folders[0], data), tmp_path / "long", **fields))

@@ -216,7 +216,8 @@ def check_state(state: State, identity: State) -> None:
         )
     if changed := changes(saved, identity):
         raise UserError(
-            f"The input has changed since it was saved: {changed}; restore the former value, or "
+            f"The input has changed since it was saved: {changed}; restore the former value, pass "
+            '--accept_changes=data (in Python, accept_changes=["data"]) to go on with this one, or '
             "start a new run."
         )
 

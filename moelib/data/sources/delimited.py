@@ -130,6 +130,6 @@ class Delimited(Source):
 def _delimiter(path: str) -> str:
     """Returns what separates the fields, by the ending of a file."""
     for ending, delimiter in DELIMITERS.items():
-        if path.endswith(tuple(ending + packed for packed in PACKED)):
+        if path.lower().endswith(tuple(ending + packed for packed in PACKED)):
             return delimiter
     raise UserError(f"{path}: the name of a table ends in {', '.join(ENDINGS)}; rename it.")

@@ -49,7 +49,7 @@ class FileStamp:
     @property
     def num_text_bytes(self) -> int:
         """Bytes of the decompressed text, estimated."""
-        return self.num_bytes * EXPANSION.get(os.path.splitext(self.path)[1], 1)
+        return self.num_bytes * EXPANSION.get(os.path.splitext(self.path)[1].lower(), 1)
 
 
 def find_files(paths: Sequence[str], endings: tuple[str, ...]) -> list[FileStamp]:
@@ -85,12 +85,18 @@ def find_files(paths: Sequence[str], endings: tuple[str, ...]) -> list[FileStamp
 
 
 def walk_files(folder: str, endings: tuple[str, ...]) -> Iterator[str]:
-    """Yields the files of a folder, at any depth, with these endings; skips token stores."""
-    for parent, folders, names in os.walk(folder, onerror=_raise):
-        if STORE_MARK in names:
+    """Yields the files of a folder, at any depth, with these endings in any case.
+
+    Links are followed, to each folder once; token stores are skipped.
+    """
+    seen, endings = set[str](), tuple(ending.lower() for ending in endings)
+    for parent, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
+        folders.sort()  # Of two names of a folder, the first counts on every machine.
+        if STORE_MARK in names or (real := os.path.realpath(parent)) in seen:
             folders.clear()
             continue
-        yield from (os.path.join(parent, name) for name in names if name.endswith(endings))
+        seen.add(real)
+        yield from (os.path.join(parent, n) for n in names if n.lower().endswith(endings))
 
 
 def _raise(error: OSError) -> None:

@@ -123,11 +123,21 @@ def text_of(record: Mapping[str, Any], field: str | None) -> str:
 
 @contextlib.contextmanager
 def open_packed(path: str) -> Iterator[io.BufferedReader | gzip.GzipFile]:
-    """Opens a plain, .gz or .zst file for reading bytes, through all members or frames."""
+    """Opens a plain, .gz or .zst file for reading bytes, through all members or frames.
+
+    Raises:
+        EOFError: If a compressed file has no bytes.
+    """
+    name = path.lower()
+    is_packed = name.endswith((".gz", ".zst", ".zstd"))
     with contextlib.ExitStack() as stack:
-        if path.endswith(".gz"):
+        if is_packed:
+            with open(path, "rb") as file:
+                if not file.read(1):  # Which gzip takes for no text.
+                    raise EOFError("it has no bytes")
+        if name.endswith(".gz"):
             yield stack.enter_context(gzip.open(path, "rb"))
-        elif path.endswith((".zst", ".zstd")):
+        elif is_packed:
             import pyarrow  # Its reader, unlike that of zstandard, detects a truncated archive.
 
             raw = stack.enter_context(pyarrow.input_stream(path, compression="zstd"))
@@ -164,7 +174,7 @@ class JsonLines(Source):
         size, field = part_size(files), self.config.text_field
         parts: list[Part] = []
         for file in files:
-            if os.path.splitext(file.path)[1] in EXPANSION:
+            if os.path.splitext(file.path)[1].lower() in EXPANSION:
                 parts.append(JsonLinesPart(file, field))
                 continue
             starts = range(0, max(file.num_bytes, 1), size)

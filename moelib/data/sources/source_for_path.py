@@ -38,7 +38,11 @@ def source_for_path(path: str, *, text_field: str | None = "text") -> Source.Con
         "Arrow": (ARROW,),
         "text": tuple(TextFiles.default_config().endings),
     }
-    names = list(walk_files(path, ("",))) if os.path.isdir(path) else [path]
+    if os.path.isdir(path):
+        names = list(walk_files(path, ("",)))
+    else:
+        names = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
+    names = [name.lower() for name in names]
     if any(name.endswith(ARROW) for name in names):
         names = [name for name in names if os.path.basename(name) not in _JSON_OF_DATASETS]
     found = [kind for kind, ends in kinds.items() if any(name.endswith(ends) for name in names)]
@@ -55,7 +59,7 @@ def source_for_path(path: str, *, text_field: str | None = "text") -> Source.Con
         return delimited.Delimited.default_config().set(paths=[path], column=text_field)
     if found == ["text"] or os.path.isfile(path):
         return TextFiles.default_config().set(paths=[path])
-    if not glob.glob(path, recursive=True):
+    if not names and not os.path.isdir(path):
         raise MissingFileError(
             f"{path} does not exist; name a file, a folder or a pattern of text."
         )

@@ -419,26 +419,35 @@ def _check_lost(results: Sequence[PartResult], accepted: bool) -> None:
 def _nothing_found(results: Sequence[PartResult]) -> str:
     """Returns the message for a source without any text."""
     first = next((f" (the first: {r.first_bad_record})" for r in results if r.first_bad_record), "")
+    left_out = _left_out(results)
+    conversations = f", {left_out.total():,} conversations left out ({_reasons(left_out)})"
     return (
-        f"The source has no text: {sum(r.num_empty for r in results)} empty documents, "
-        f"{sum(r.num_bad_records for r in results)} bad records{first}; set paths to files with "
-        "text."
+        f"The source has no text of use: {sum(r.num_empty for r in results)} empty documents, "
+        f"{sum(r.num_bad_records for r in results)} bad records{first}"
+        f"{conversations if left_out else ''}; set paths to other files"
+        + (", or the length (--seq_len) higher." if left_out else " with text.")
     )
+
+
+def _left_out(results: Sequence[PartResult]) -> collections.Counter[str]:
+    """Returns the numbers of conversations that are left out, by reason."""
+    return sum((collections.Counter(r.left_out) for r in results), collections.Counter[str]())
+
+
+def _reasons(left_out: collections.Counter[str]) -> str:
+    return ", ".join(f"{reason}: {count:,}" for reason, count in left_out.most_common())
 
 
 def _report_of_chat(results: Sequence[PartResult]) -> str:
     """Returns what became of conversations; an empty text for a store of text."""
     if not (num_labels := sum(result.num_labels for result in results)):
         return ""
-    left_out = collections.Counter[str]()
-    for result in results:
-        left_out.update(result.left_out)
-    reasons = ", ".join(f"{reason}: {count:,}" for reason, count in left_out.most_common())
+    left_out = _left_out(results)
     num_cut = sum(result.num_cut for result in results)
     return (
         f"\n  {num_labels:,} of the tokens are labels"
         + (f"; {num_cut:,} conversations cut" if num_cut else "")
-        + (f"; {left_out.total():,} left out ({reasons})" if left_out else "")
+        + (f"; {left_out.total():,} left out ({_reasons(left_out)})" if left_out else "")
     )
 
 

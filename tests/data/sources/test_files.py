@@ -1,4 +1,5 @@
 import errno
+import gzip
 import os
 
 import pyarrow
@@ -10,6 +11,7 @@ from moelib.data.sources import files
 from moelib.data.sources.files import PythonSourceCode, TextFiles
 from moelib.data.sources.source import fingerprint
 from moelib.data.sources.source_for_path import source_for_path
+from tests.data.sources.test_json_lines import _zstd
 
 
 def _text_files(*paths: object) -> TextFiles:
@@ -148,3 +150,27 @@ def test_the_standard_library_has_megabytes_of_source():
         PythonSourceCode.default_config().instantiate().parts()
     )
     assert any("import" in text for text in parts[0].documents())
+
+
+def test_linked_folders_and_endings_in_capitals_are_read_once(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/a.TXT").write_text("linked")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "texts/same").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere/back").symlink_to(tmp_path / "texts")
+    source = source_for_path(str(tmp_path / "texts")).instantiate()
+    assert list(source.documents()) == ["linked"]
+
+
+@pytest.mark.parametrize("ending", ["gz", "zst", "GZ"])
+def test_a_pattern_selects_compressed_files_and_an_empty_one_is_refused(tmp_path, ending):
+    record = b'{"text": "one"}\n'
+    packed = _zstd(record) if ending == "zst" else gzip.compress(record)
+    (tmp_path / f"a.jsonl.{ending}").write_bytes(packed)
+    source = source_for_path(str(tmp_path / f"*.{ending}")).instantiate()
+    assert list(source.documents()) == ["one"]
+    (tmp_path / f"b.jsonl.{ending}").write_bytes(b"")  # As an aborted transfer leaves it.
+    source = source_for_path(str(tmp_path / f"*.{ending}")).instantiate()
+    with pytest.raises(UserError, match=r"b\.jsonl.* cannot .*no bytes.*fetch it again"):
+        list(source.documents())
