@@ -1,4 +1,4 @@
-"""DeepSeek-V2, DeepSeek-V3 and Kimi K2, which is a DeepSeek-V3, at their published sizes.
+"""DeepSeek-V2, V3 and V3.2, and Kimi K2, which is a DeepSeek-V3, at their published sizes.
 
 Kimi K2 is balanced as DeepSeek-V3.
 """
@@ -104,6 +104,13 @@ SIZES["kimi-k2"] = {
     "topk_group": 1,
     "routed_scaling_factor": 2.827,
 }
+SIZES["deepseek-v3.2"] = {
+    **SIZES["deepseek-v3"],
+    "model_type": "deepseek_v32",
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+}
 # With the module that predicts a second token, which the published 671 B parameters exclude.
 SIZES["deepseek-v3-mtp"] = {**SIZES["deepseek-v3"], "num_nextn_predict_layers": 1}
 
@@ -113,6 +120,7 @@ RECIPES = {
     "deepseek-v2": Recipe(expert=16, balance=(3e-3, BalanceScope.SEQUENCE)),
     "deepseek-v3": _V3,
     "deepseek-v3-mtp": _V3,
+    "deepseek-v3.2": _V3,
     "kimi-k2": _V3,
 }
 

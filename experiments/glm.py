@@ -1,4 +1,4 @@
-"""GLM-4.5, GLM-4.5-Air and GLM-4.7-Flash at their published sizes.
+"""GLM-4.5, GLM-4.5-Air, GLM-4.7-Flash and GLM-5 at their published sizes.
 
 The balance loss and the rate of the balancing bias are those of the report of GLM-4.5,
 arXiv:2508.06471.
@@ -75,6 +75,33 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.8,
     },
+    "glm-5": {
+        "model_type": "glm_moe_dsa",
+        "vocab_size": 154_880,
+        "hidden_size": 6144,
+        "intermediate_size": 12_288,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 78,
+        "num_attention_heads": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "q_lora_rank": 2048,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+        "index_head_dim": 128,
+        "index_n_heads": 32,
+        "index_topk": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    },
 }
 
 _BALANCE: dict[str, Any] = {"balance": (1e-4, BalanceScope.SEQUENCE), "bias_rate": 1e-3}
@@ -82,6 +109,7 @@ RECIPES = {
     "glm-4.5": Recipe(expert=32, **_BALANCE),
     "glm-4.5-air": Recipe(expert=16, **_BALANCE),
     "glm-4.7-flash": Recipe(expert=8, **_BALANCE),
+    "glm-5": Recipe(expert=32, **_BALANCE),
 }
 
 

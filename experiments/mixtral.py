@@ -1,4 +1,4 @@
-"""Mixtral and Mistral Small 4 at their published sizes."""
+"""Mistral 7B, Mixtral and Mistral Small 4 at their published sizes."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,6 +18,18 @@ _MIXTRAL = {
 }
 
 SIZES: Mapping[str, Mapping[str, Any]] = {
+    "mistral-7b-v0.3": {
+        "model_type": "mistral",
+        "vocab_size": 32_768,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "sliding_window": None,
+    },
     "mixtral-8x7b": {
         **_MIXTRAL,
         "vocab_size": 32_000,

@@ -1,12 +1,12 @@
-"""Open models at their published sizes: Llama, Qwen, Mixtral, OLMoE, DeepSeek and others."""
+"""Open models at their published sizes: Llama, Qwen, Mistral, OLMo, DeepSeek and others."""
 
 from collections.abc import Callable, Mapping
 
 from moelib.train.trainer import SpmdTrainer
 
-from . import deepseek, glm, granite, kimi, llama, minimax, mixtral, nemotron, olmoe, qwen, solar
+from . import deepseek, glm, granite, kimi, llama, mixtral, nemotron, olmo, one_size, qwen
 
-FAMILIES = (llama, qwen, mixtral, olmoe, deepseek, kimi, glm, minimax, solar, granite, nemotron)
+FAMILIES = (llama, qwen, mixtral, olmo, deepseek, kimi, glm, granite, nemotron, one_size)
 
 
 def named_trainer_configs() -> Mapping[str, Callable[[], SpmdTrainer.Config]]:

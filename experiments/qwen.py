@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5, Qwen3 and Qwen3-Next at their published sizes.
+"""Qwen2, Qwen2.5, Qwen3, Qwen3-Next and the text part of Qwen3.5 at their published sizes.
 
 qwen3-30b-a3b has the recipe of PithTrain's published validation run: 4,096 steps of 1,024 sequences
 of 2,048 tokens of DCLM, a learning rate from 2e-4 to 1e-5 after 128 steps of warmup, no weight
@@ -31,6 +31,24 @@ _QWEN3_MOE = {
 }
 
 _QWEN2_5 = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_theta": 1e6}
+
+_WITH_STATES = {
+    "hidden_size": 2048,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "full_attention_interval": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 1e7,
+    "rms_norm_eps": 1e-6,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
 
 SIZES: Mapping[str, Mapping[str, Any]] = {
     "qwen2.5-0.5b": {
@@ -101,26 +119,20 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
     },
+    "qwen3.5-35b-a3b": {
+        **_WITH_STATES,
+        "model_type": "qwen3_5_moe_text",
+        "vocab_size": 248_320,
+        "num_hidden_layers": 40,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+    },
     "qwen3-next-80b-a3b": {
+        **_WITH_STATES,
         "model_type": "qwen3_next",
         "vocab_size": 151_936,
-        "hidden_size": 2048,
         "intermediate_size": 5120,  # Used by no layer.
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
         "num_hidden_layers": 48,
-        "full_attention_interval": 4,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "partial_rotary_factor": 0.25,
-        "rope_theta": 1e7,
-        "rms_norm_eps": 1e-6,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
         "num_experts": 512,
         "num_experts_per_tok": 10,
         "norm_topk_prob": True,
@@ -142,6 +154,7 @@ RECIPES = {
         },
     ),
     "qwen3-235b-a22b": Recipe(expert=16, balance=(1e-3, BalanceScope.GLOBAL_BATCH)),
+    "qwen3.5-35b-a3b": Recipe(expert=16, balance=(1e-3, BalanceScope.GLOBAL_BATCH)),
     "qwen3-next-80b-a3b": Recipe(expert=16, balance=(1e-3, BalanceScope.GLOBAL_BATCH)),
     "qwen2-57b-a14b": Recipe(expert=8, balance=(1e-3, BalanceScope.MICRO_BATCH)),
 }

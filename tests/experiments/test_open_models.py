@@ -46,6 +46,40 @@ TOTAL = {
     # By hand: embeddings and norms, then per layer norms, attention, router and experts.
     "solar-open-100b": (2 * 196_608 + 1 + 48 * 2) * 4096
     + 48 * (2 * (64 + 8) * 128 * 4096 + 128 * 4096 + 129 * 3 * 1280 * 4096),
+    # Sums of the hub, less the biases of MoE layers.
+    "mistral-7b-v0.3": 7_248_023_552,
+    "olmo-2-7b": 7_298_617_344,
+    "olmo-3-7b": 7_298_011_136,
+    "smollm3-3b": 3_075_098_624,
+    "granite-3.1-8b": 8_170_848_256,
+    "granite-3.1-3b-a800m": 3_298_793_472,
+    "dbrx": 131_596_523_520,
+    "dots.llm1": 142_774_381_696 - 61 * 128,
+    "ernie-4.5-21b-a3b": 21_825_437_888 - 27 * 64,
+    "hunyuan-a13b": 80_393_183_232,
+    # By hand: embeddings and norms, per layer attention, router and experts; 33 B as published.
+    "flexolmo-7x7b": (2 * 100_352 + 1 + 32 * 4) * 4096
+    + 32 * (4 * 4096**2 + 7 * 4096 + 7 * 3 * 4096 * 11_008),
+    # By hand: embeddings, norms, attention, a dense layer and 47 of experts; 236 B as published.
+    "k-exaone-236b-a23b": (2 * 153_600 + 1 + 48 * 2) * 6144
+    + 48 * (2 * (64 + 8) * 128 * 6144 + 2 * 128)
+    + 3 * 6144 * 18_432
+    + 47 * (128 * 6144 + 129 * 3 * 6144 * 2048),
+    # DeepSeek-V3 and, per layer, queries, keys with their norm, and weights of the indexer.
+    "deepseek-v3.2": 671_026_404_352 + 61 * (1536 * 64 * 128 + 7168 * (128 + 64) + 2 * 128),
+    # By hand: embeddings and norms, latent attention and its indexer, 3 dense layers and 75 of
+    # experts; 744 B as published.
+    "glm-5": (2 * 154_880 + 1 + 78 * 2) * 6144
+    + 78 * (6144 * (2048 + 512 + 64) + 2048 + 512 + 64 * (2048 * 256 + 512 * 448 + 256 * 6144))
+    + 78 * (2048 * 32 * 128 + 6144 * (128 + 32) + 2 * 128)
+    + 3 * 3 * 6144 * 12_288
+    + 75 * (256 * 6144 + 257 * 3 * 6144 * 2048),
+    # By hand: embeddings and norms, 30 layers with a state, 10 with attention, experts; 35 B as
+    # published.
+    "qwen3.5-35b-a3b": (2 * 248_320 + 1 + 40 * 2) * 2048
+    + 30 * (2048 * (8192 + 4096 + 2 * 32) + 8192 * 4 + 2 * 32 + 128 + 4096 * 2048)
+    + 10 * (2048 * 256 * (2 * 16 + 2 * 2 + 16) + 2 * 256)
+    + 40 * (256 * 2048 + 2048 + 257 * 3 * 2048 * 512),
     # By hand, as the published 119 B have the encoder of images too.
     "mistral-small-4": (2 * 131_072 + 1 + 36 * 2) * 4096
     + 36 * (4096 * 1024 + 1024 + 1024 * 32 * 128 + 4096 * (256 + 64) + 256)
@@ -69,6 +103,14 @@ ACTIVE = {
     "nemotron-3-nano-30b-a3b": 3.580,  # 3.6 as published; 3.2 without the input's.
     "solar-open-100b": 12.055,  # 12 B as published.
     "mistral-small-4": 6.633,
+    "dbrx": 36.470,  # 36 B as published.
+    "dots.llm1": 14.017,  # 14 B as published.
+    "ernie-4.5-21b-a3b": 3.352,  # 3 B as published.
+    "hunyuan-a13b": 12.747,  # 13 B as published.
+    "k-exaone-236b-a23b": 23.668,  # 23 B as published.
+    "glm-5": 41.785,  # 40 B as published, less the input's embedding.
+    "qwen3.5-35b-a3b": 3.455,  # 3 B as published, less both embeddings.
+    "granite-3.1-3b-a800m": 0.883,  # 800 M as published.
 }
 
 

@@ -52,8 +52,8 @@ FAMILIES = sorted({path.name for path in (HERE / "fixtures").iterdir()} - {*TEXT
 NEWEST, OLDER = "5.24.0", "4.57.6"
 # Families that the older version lacks.
 NEW = (
-    *("deepseek_v32", "exaone_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3", "minimax_m2"),
-    *("mistral4", "nemotron_h", "solar_open"),
+    *("deepseek_v32", "exaone_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3", "kimi_linear"),
+    *("minimax_m2", "mistral4", "nemotron_h", "qwen3_5_moe", "solar_open"),
 )
 VARIABLES = {NEWEST: "MOELIB_HF_PYTHON", OLDER: "MOELIB_HF4_PYTHON"}
 
