@@ -8,6 +8,7 @@ experts per token.
 """
 
 import functools
+import hashlib
 import json
 import logging
 import math
@@ -100,6 +101,8 @@ class RolloutInput(Input):
         """
         super().__init__(cfg)
         self.prompts = read_prompts(cfg.path)
+        ids = json.dumps([prompt["ids"] for prompt in self.prompts]).encode()
+        self._digest = hashlib.sha256(ids).hexdigest()[:16]
         self._rows_per_rollout = cfg.steps_per_rollout * cfg.global_batch_size
         if cfg.group_size < 2 or self._rows_per_rollout % cfg.group_size:
             raise UserError(
@@ -131,7 +134,7 @@ class RolloutInput(Input):
         cfg = self.config
         names = ("global_batch_size", "group_size", "steps_per_rollout", "seed", "max_new_tokens")
         settings = {name: getattr(cfg, name) for name in names}
-        return {"num_prompts": len(self.prompts), "reward": cfg.reward, **settings}
+        return {"prompts": self._digest, "reward": cfg.reward, **settings}
 
     def iterator(self, rows: range | None = None) -> "_Rollouts":
         """Returns some rows of each batch."""
@@ -296,13 +299,24 @@ def write_prompts(folder: str, prompts: Sequence[Any]) -> None:
 
 
 def read_prompts(folder: str) -> list[dict[str, Any]]:
-    """Returns the prompts in a folder. Raises UserError if there are none."""
+    """Returns the prompts in a folder. Raises UserError if there are none, or one is damaged."""
     path = os.path.join(folder, PROMPTS)
     try:
         lines = storage.read_text(path).split("\n")
     except FileNotFoundError:
         raise MissingFileError(f"There is no {path}; prepare prompts for this run.") from None
-    found = [storage.parse_json(line) for line in lines if line]
+    found: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        if line:
+            try:
+                prompt = storage.parse_json(line)
+                _ = [int(token) for token in prompt["ids"]]
+            except (ValueError, TypeError, KeyError) as error:
+                raise UserError(
+                    f"{path}:{number} is no prompt ({type(error).__name__}: {error!s:.80}); delete "
+                    "the folder, which the same command makes again."
+                ) from error
+            found.append(prompt)
     if not found:
         raise UserError(f"{path} has no prompt; prepare it again.")
     return found

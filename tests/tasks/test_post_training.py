@@ -40,9 +40,9 @@ def folder(tmp_path_factory):
 def settings(folder, trainer_dir, objective, **fields):
     data = folder / ("pairs.jsonl" if objective == "dpo" else "prompts.jsonl")
     base = {"max_step": 4, "batch_size": 8, "seq_len": 64, "lr": 1e-2, "dtype": "float32"}
-    base |= {"chat_template": "plain", "group_size": 4, "max_new_tokens": 6, "full": True}
+    base |= {"chat_template": "plain", "full": True}
     if objective != "dpo":
-        base["reward"] = f"{__name__}:share_of_letters"
+        base |= {"group_size": 4, "max_new_tokens": 6, "reward": f"{__name__}:share_of_letters"}
     return FineTuning(
         model=str(folder / "model"),
         data=str(data),
@@ -166,6 +166,16 @@ def test_rows_hold_answers_with_the_advantages_of_their_groups(tmp_path):
     np.testing.assert_allclose(
         batch["advantages"], np.array([-0.5, 0.5, 0.5, -0.5]) / deviation, rtol=1e-3
     )
+
+
+def test_damaged_prompts_are_named_and_changed_ones_are_other_data(tmp_path):
+    made = rollout_input(tmp_path, reward=f"{__name__}:length")
+    (tmp_path / "prompts.jsonl").write_text('{"ids": [72]}\n')
+    assert made.config.instantiate().identity != made.identity
+    for line in ("{", "3", '{"ids": ["a"]}', "{}"):
+        (tmp_path / "prompts.jsonl").write_text(f'{{"ids": [72]}}\n{line}\n')
+        with pytest.raises(UserError, match=r"prompts\.jsonl:2 is no prompt .* delete the folder"):
+            made.config.instantiate()
 
 
 def test_answers_with_equal_rewards_teach_nothing(tmp_path):
