@@ -70,10 +70,12 @@ def shared_of(settings: Settings) -> FeedForward.Config | None:
 
 
 def _moe(settings: Settings) -> CausalLM.Config:
+    settings.expect(position_embedding_type="rope")  # As transformers 4 writes it.
     return model_of(settings, moe_of(settings))
 
 
 def _moe_shared(settings: Settings) -> CausalLM.Config:
+    settings.expect(position_embedding_type="rope")
     return model_of(settings, moe_of(settings, shared_of(settings)))
 
 

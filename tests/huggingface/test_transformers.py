@@ -134,6 +134,8 @@ def test_transformers_computes_the_same_and_both_read_what_the_other_writes(
     if family in NEW and version == OLDER:
         pytest.skip(f"transformers {OLDER} has no {family}")
     settings = json.loads((HERE / "fixtures" / family / "config.json").read_text())
+    if family == "granitemoehybrid" and version == OLDER:  # Its norms are over all groups.
+        settings["mamba_n_groups"] = 1
     rope = {**(rope or settings["rope_parameters"])}
     if family.startswith("deepseek_v2") and version == OLDER:  # It does not scale the scores.
         rope.pop("mscale_all_dim")
