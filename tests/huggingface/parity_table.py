@@ -126,7 +126,7 @@ def from_cache(model, params, inputs):
     step, found, start = jax.jit(next_logits, static_argnums=0), [], 0
     for stop in range(NUM_IN_PROMPT, ids.shape[1] + 1):
         tokens = ids[:, start:stop], positions[:, start:stop]
-        logits, cache = step(model, params, cache, *tokens, jnp.ones(tokens[0].shape, bool))
+        logits, cache, _ = step(model, params, cache, *tokens, jnp.ones(tokens[0].shape, bool))
         found.append(logits)
         start = stop
     return jnp.stack(found, 1)

@@ -1,17 +1,31 @@
 """Random models of transformers: the same logits, losses and gradients, and the weights come back.
 
-The test needs torch and transformers as test_transformers.py does.
+All but one test need torch and transformers as those of test_transformers.py do.
 """
 
 import jax
 import pytest
 
-from tests.huggingface.parity_table import FAMILIES, differences
+from tests.huggingface.parity_table import (
+    FAMILIES,
+    NUM_IN_PROMPT,
+    apart,
+    differences,
+    from_cache,
+)
+from tests.huggingface.test_parity import batch, fixture, loaded, logits_of
 from tests.huggingface.test_transformers import NEWEST, python_with
 
-pytestmark = [pytest.mark.hf, pytest.mark.slow]
+
+def test_the_table_compares_logits_of_a_cache():  # The rest of it needs torch.
+    model, _, params = loaded("llama3")
+    inputs = batch(fixture("llama3")[3], slice(0, 1))
+    want = logits_of(model, params, inputs)[:, NUM_IN_PROMPT - 1 :]
+    assert apart(from_cache(model, params, inputs), want) < 1e-5
 
 
+@pytest.mark.hf
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_models_compute_the_same_in_both_and_come_back(family, tmp_path):
     for number, found in enumerate(differences(python_with(NEWEST), family, tmp_path)):
