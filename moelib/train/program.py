@@ -126,7 +126,7 @@ class StepProgram(Module):
         raise NotImplementedError
 
     def new_input(self) -> Input:
-        """Returns the training input, opened anew."""
+        """Opens and returns the training input."""
         return self._completed.input.instantiate()
 
     def abstract_batch(self) -> Any:

@@ -80,12 +80,13 @@ class DelimitedPart:
                     located = BadRecordError(f"{error}{which}").at(f"{path}:{last}")
                     if isinstance(error, BadRecordError):
                         located = located.because(error.reason)
-                    if bad_records is None:
+                    if bad_records is None or not header:  # Else a row would be the header.
                         raise located from None
                     bad_records.add(located)
 
     def _header(self, row: list[str]) -> list[str]:
-        """Returns the first row. Raises UserError unless its names are unique."""
+        """Returns the first row, whose names are unique. Raises UserError or BadRecordError."""
+        _check_text(row)
         for column in row if self.column is None else [self.column]:
             if row.count(column) != 1:
                 raise UserError(
@@ -99,11 +100,15 @@ def _record_of(row: Sequence[str], header: Sequence[str]) -> dict[str, str]:
     if len(row) != len(header):
         hint = "; a .tsv has no quotes, but a .csv may" * any(x.startswith('"') for x in row)
         raise BadRecordError(f"{len(row)} fields, and the header has {len(header)}{hint}")
+    _check_text(row)
+    return dict(zip(header, row, strict=True))
+
+
+def _check_text(row: Sequence[str]) -> None:
     try:
         "".join(row).encode()
     except UnicodeEncodeError:
         raise BadRecordError("not UTF-8") from None
-    return dict(zip(header, row, strict=True))
 
 
 class Delimited(Source):

@@ -80,7 +80,8 @@ def test_rows_with_other_numbers_of_fields_are_bad_records(tmp_path):
     [
         (b"id,body\n1,a\n", r"0 columns are named 'text' .*\['id', 'body'\]"),
         (b"text,text\n1,a\n", "2 columns are named 'text'"),
-        (b"\xff\n1\n", "0 columns are named 'text'"),
+        (b"\xff\n1\n", r"a\.csv:1: not UTF-8"),
+        (b'"text"x\ntext\na\n', r"a\.csv:1: .*expected after"),  # Not the next row instead.
     ],
 )
 def test_what_is_no_table_is_refused(tmp_path, content, message):
