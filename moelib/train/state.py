@@ -116,8 +116,8 @@ def with_learner(state: TrainerState, learner: Learner, shardings: Any) -> Train
     nested = tree.map_by_path(kept, tree.to_nested(initial))
     if begun:
         logger.warning(
-            "%d of %d arrays of the learner's state have initial values, as %s.",
-            *(len(begun), len(begun) + len(old), begun[0]),
+            "%d of %d arrays of the learner's state have initial values, such as %s.",
+            *(len(begun), len(tree.by_path(nested)), begun[0]),
         )
     return state._replace(learner=tree.from_nested(nested, initial))
 

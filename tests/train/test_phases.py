@@ -145,13 +145,15 @@ def test_a_damaged_checkpoint_sends_a_run_back_to_the_phase_before(unbroken, tmp
     tiny.assert_trees_equal(again.params, result.params)
 
 
-def test_freed_parameters_begin_with_an_empty_state_of_the_optimizer(tmp_path):
+def test_freed_parameters_begin_with_an_empty_state_of_the_optimizer(tmp_path, caplog):
     cfg = tiny.trainer_config(tmp_path, max_step=4, save_every=1, evaler=False)
     cfg.checkpointer.keep_last_n = 10
     cfg.learner.update_rules = FROZEN
     cfg.phases = {"freed": phase(2, learner__update_rules=[])}
     moelib.fit(cfg)
     steps = {step: arrays(tmp_path, step) for step in (1, 2, 3)}
+    of_learner = [name for name in steps[3] if name.startswith("learner/")]
+    assert f"2 of {len(of_learner)} arrays of the learner's state have initial" in caplog.text
     np.testing.assert_array_equal(steps[1]["model/table"], steps[2]["model/table"])
     assert np.any(steps[2]["model/table"] != steps[3]["model/table"])
     moments = [name for name in steps[3] if name.endswith("mu/table")]
