@@ -319,7 +319,10 @@ ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 def train(folder):
     """Trains the model in a folder, and writes the loss of each step."""
     model, losses = load(folder), []
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    vectors = [each for each in model.parameters() if each.ndim == 1]  # Norms and biases.
+    others = [each for each in model.parameters() if each.ndim > 1]
+    groups = [{"params": vectors, "weight_decay": 0.0}, {"params": others}]
+    optimizer = torch.optim.AdamW(groups, **ADAMW)
     for ids in load_file(folder / "asked.safetensors")["input_ids"].long():
         optimizer.zero_grad()
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss

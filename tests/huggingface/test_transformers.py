@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -27,7 +26,6 @@ from experiments import flame_moe
 from moelib.core import tree
 from moelib.core.config import config_for_function
 from moelib.core.module import functional
-from moelib.core.param import is_spec
 from moelib.data.batches.lm_input import LMInput
 from moelib.data.sources.source import InMemorySource
 from moelib.data.tokens.prepare import prepare
@@ -39,6 +37,8 @@ from moelib.huggingface.pretrained import load_pretrained, read_config, save_pre
 from moelib.layers.adapter import is_adapter
 from moelib.layers.initializers import normal
 from moelib.parallel.mesh import mesh_shape_from_axes
+from moelib.learner.learner import Learner
+from moelib.learner.optimizers import adamw_optimizer
 from moelib.train import convert
 from moelib.train.adapters import add_adapters
 from moelib.train.init_from import InitFrom
@@ -159,9 +159,11 @@ def test_twenty_steps_of_adamw_give_the_losses_of_transformers(family, python, t
     save_file({"input_ids": ids}, tmp_path / "asked.safetensors")
     run(python, "train", tmp_path)
     theirs = load_file(tmp_path / "answered.safetensors")["losses"]
+    adamw = config_for_function(adamw_optimizer).set(learning_rate=1e-3)
+    adamw.set(b1=0.9, b2=0.95, eps=1e-6, weight_decay=0.1)
     specs = model.create_parameter_specs_recursively()
-    trained = jax.tree.map(lambda spec: spec.trainable, specs, is_leaf=is_spec)
-    optimizer = optax.adamw(1e-3, b1=0.9, b2=0.95, eps=1e-6, weight_decay=0.1, mask=trained)
+    learner = Learner.default_config().set(name="learner", optimizer=adamw)
+    learner = learner.instantiate(parent=None, param_specs=specs)
 
     @jax.jit
     def step(params, state, ids):
@@ -173,12 +175,12 @@ def test_twenty_steps_of_adamw_give_the_losses_of_transformers(family, python, t
         def loss(params):
             return functional(model, None, params, (batch,), is_training=True)[0][0].mean
 
-        value, grads = jax.value_and_grad(loss)(params)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
+        value, gradients = jax.value_and_grad(loss)(params)
+        update = learner.update(gradients=gradients, state=state, params=params)
+        return update.params, update.state, value
 
     params, ours = loaded.params, []
-    state = optimizer.init(params)
+    state = learner.init(params)
     with jax.numpy_dtype_promotion("standard"):  # Optax mixes dtypes in its updates.
         for each in ids:
             params, state, loss = step(params, state, each)
