@@ -23,6 +23,7 @@ from moelib.core.tree import Batch
 from moelib.data.batches.input import Input, State
 from moelib.data.batches.prefetch import Prefetcher, host_rows, put_batch, row_sharding
 from moelib.models.model import Model
+from moelib.parallel.channels import own_channels
 from moelib.runs.identity import check_inputs
 from moelib.runtime.processes import agreed
 from moelib.train.metrics import language_metrics, unpack
@@ -169,7 +170,7 @@ class SpmdEvaler(Module):
         if names not in self._compiled:
             replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
             jitted = jax.jit(self._step, out_shardings=replicated)
-            self._compiled[names] = jitted.lower(params, batch).compile()
+            self._compiled[names] = own_channels(jitted.lower(params, batch), mesh).compile()
         return self._compiled[names]
 
 

@@ -21,6 +21,7 @@ from moelib.learner.learner import Learner
 from moelib.models.model import Model
 from moelib.parallel import sharding
 from moelib.parallel.auto_sharding.specs import ShardingReport
+from moelib.parallel.channels import own_channels
 from moelib.parallel.mesh import HybridMeshShape, create_device_mesh, describe_mesh, shared_sides
 from moelib.parallel.pipeline.schedule import check_microbatches
 from moelib.runs import phases
@@ -296,7 +297,7 @@ class StepProgram(Module):
             plain = self._trace(batch, None)
         warn_without_gradient(plain.jaxpr, len(tree.by_path(trained, is_spec)))
         with self.on_mesh():
-            lowered = traced.lower()
+            lowered = own_channels(traced.lower(), self.mesh())
         compiled = compile_with(lowered, self.compiler_options())
         if self.on_compiled is not None:
             self.on_compiled(traced, lowered, compiled)

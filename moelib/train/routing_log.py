@@ -27,6 +27,7 @@ from moelib.layers.base import BaseLayer
 from moelib.layers.moe.layer import MoELayer
 from moelib.layers.moe.recording import RECORDING, RecordedRouting
 from moelib.models.multi_token_prediction import MULTI_TOKEN
+from moelib.parallel.channels import own_channels
 from moelib.parallel.sharding import current_rules
 from moelib.runs.identity import config_hash
 from moelib.runs.routing_file import (
@@ -221,7 +222,7 @@ class RoutingEvaler(Watcher):
                 if self._compiled is None:
                     rows = row_sharding(self._data.share(mesh)[0], 1)
                     jitted = jax.jit(self._step, out_shardings=rows)
-                    self._compiled = jitted.lower(params, batch).compile()
+                    self._compiled = own_channels(jitted.lower(params, batch), mesh).compile()
                 after = self._compiled(params, batch)
                 if before is not None:
                     yield self._own_rows(before, number - 1)

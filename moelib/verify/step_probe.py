@@ -12,6 +12,7 @@ from moelib.core.jaxpr import abstract_parameters, forward_pass, walk
 from moelib.core.tree import Nested
 from moelib.data.batches.prefetch import row_sharding
 from moelib.learner.learner import Learner, LearnerUpdate
+from moelib.parallel.channels import own_channels
 from moelib.parallel.sharding import abstract_state
 from moelib.runtime import memory_maps
 from moelib.train import metrics
@@ -110,7 +111,7 @@ class Probe:
             out = (self.shardings, None, None, None, self.shardings.learner)
             arguments = self._put(state, batch, gradients)
             jitted = jax.jit(with_empty_stacks(step), out_shardings=out)
-            lowered = jitted.lower(*arguments)
+            lowered = own_channels(jitted.lower(*arguments), trainer.mesh())
             trainer.check_sharding_rules()
             self._step = lowered.compile(compiler_options=_FAST_COMPILE)
 

@@ -36,9 +36,9 @@ from moelib.huggingface.peft import save_adapter
 from moelib.huggingface.pretrained import load_pretrained, read_config, save_pretrained
 from moelib.layers.adapter import is_adapter
 from moelib.layers.initializers import normal
-from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.learner.learner import Learner
 from moelib.learner.optimizers import adamw_optimizer
+from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.train import convert
 from moelib.train.adapters import add_adapters
 from moelib.train.init_from import InitFrom

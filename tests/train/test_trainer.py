@@ -5,6 +5,7 @@ import errno
 import json
 import math
 import os
+import re
 from types import SimpleNamespace
 
 import jax
@@ -373,6 +374,15 @@ def test_the_step_is_compiled_with_the_options_of_the_devices_and_the_config(tmp
     cfg.compiler_options = {"xla_no_such_option": "true"}
     with pytest.raises(UserError, match="xla_no_such_option"):
         cfg.instantiate(parent=None).compile_train_step()
+
+
+def test_the_collectives_of_a_step_on_simulated_devices_have_channels_of_their_own(tmp_path):
+    cfg = flame_moe.named_trainer_configs()["flame-moe-tiny"]()
+    cfg.set(dir=str(tmp_path), mesh_shape=mesh_shape_from_axes(data=2, fsdp=4))
+    text = cfg.instantiate(parent=None).compile_train_step().as_text()
+    channels = re.findall(r"channel_id=(\d+)", text)
+    assert len(channels) > 10
+    assert len(set(channels)) == len(channels)
 
 
 def test_the_compiler_reads_booleans_of_either_spelling():
