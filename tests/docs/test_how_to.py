@@ -16,6 +16,7 @@ from moelib.layers.attention.indexer import Indexer
 from moelib.layers.quantization import Quantization
 from moelib.layers.remat import remat
 from moelib.learner.learner import UpdateType
+from moelib.learner.optimizers import adamw_optimizer, muon_optimizer
 from moelib.models.multi_token_prediction import MultiTokenModule, MultiTokenPrediction
 from moelib.parallel.mesh import HybridMeshShape, infer_mesh_shape, mesh_shape_from_axes
 from moelib.train.init_from import InitFrom
@@ -46,6 +47,19 @@ def test_scale():
     cfg.learner.offload_state = True
     # --8<-- [end:memory]
     cfg.instantiate(parent=None)
+
+
+def test_optimizers():
+    cfg = flame_moe.tiny().set(dir="runs/a")
+    # --8<-- [start:optimizers]
+    muon = config_for_function(muon_optimizer).set(learning_rate=1e-3, consistent_rms=0.2)
+    cfg.learner.optimizer = muon.set(weight_decay=0.1)
+    slow = config_for_function(adamw_optimizer).set(learning_rate=1e-4)
+    cfg.learner.update_rules = [(".*/router/.*", slow), ("embedding/.*", UpdateType.NO_UPDATE)]
+    # --8<-- [end:optimizers]
+    trainer = cfg.instantiate(parent=None)
+    assert trainer.learner.is_frozen("embedding/weight")
+    assert set(trainer.trainer_state_specs.learner.optimizer) == {"main", "rule0"}
 
 
 def test_a_run_logs_its_routing():
