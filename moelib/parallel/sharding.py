@@ -51,6 +51,9 @@ DEFAULT_RULES: Rules = {
     "activation_embed": (),
     "activation_ffn": ("model",),
     "activation_heads": ("model",),
+    # Of layers whose state passes from token to token: sequences are whole, and all-to-alls split
+    # the heads instead (as Jacobs et al., arXiv:2309.14509, section 3.1, for attention).
+    "mixer_heads": ("model", "seq"),
 }
 
 # Rules of a pipeline, whose ranks store a part of every layer.

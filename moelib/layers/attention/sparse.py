@@ -17,7 +17,7 @@ queries of a chunk.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from jax.scipy.special import xlogy
 from jaxtyping import Array, Float, Float32, Int
 
 from moelib.core.varying import vary
-from moelib.parallel import sharding
+from moelib.parallel import collectives, sharding
 
 _CHUNK = 64  # Most queries of a chunk.
 
@@ -83,36 +83,39 @@ def attend_to_chosen(
         num_chosen: K, below L; None for all keys.
 
     Raises:
-        SplitError: If the mesh splits sequences, or does not divide the batch or the heads.
+        SplitError: If the mesh does not divide the batch, the sequences or the heads.
     """
     attend = functools.partial(_in_chunks, scale=scale, num_chosen=num_chosen)
-    if queries.q.shape[1] > 1:
-        keys = keys.in_float32()
+    are_new = queries.q.shape[1] > 1  # The keys, which are those of the queries' own tokens.
     mesh = sharding.current_mesh()
     if mesh is None or mesh.size == 1:
-        return attend(queries, keys)
+        return attend(queries, keys.in_float32() if are_new else keys)
     shape = dict(mesh.shape)
-    if ring := sharding.mesh_axes("sequence", shape):
-        raise sharding.SplitError(
-            f"An indexer chooses among all keys of a sequence, but the mesh splits sequences over "
-            f"{', '.join(f'{axis}={shape[axis]}' for axis in ring)}; set that axis to 1, and split "
-            "the batch or the heads instead (fsdp, model)."
-        )
-    axes = ("batch", None, "activation_heads", None)
+    axes = ("batch", "sequence" if are_new else None, "activation_heads", None)
     split = sharding.partition_spec(axes, shape, shape=queries.q.shape, array="sparse attention")
-    of_batch, of_heads = (sharding.mesh_axes(name, shape) for name in (axes[0], axes[2]))
+    of_batch, of_tokens, of_heads = (
+        sharding.mesh_axes(name, shape) if name else () for name in axes[:3]
+    )
     P = jax.sharding.PartitionSpec
-    whole = P(split[0])
+    rows = P(*split[:2])
+
+    def whole(x: Any) -> Any:
+        """Returns the array of all keys of the sequences, or None for none."""
+        return jax.tree.map(lambda x: collectives.gather(x, rows, keep=of_batch), x)
 
     def local(queries: Queries, keys: Keys) -> Results:
-        # All devices of a sequence compute the same index, whose gradients are not summed.
+        latents, index_keys = whole(keys.latents), whole(keys.index_keys)
+        keys = Keys(latents, keys.up, index_keys, whole(keys.segment_ids))
+        if are_new:
+            keys = keys.in_float32()
+        # All devices of the same queries compute the same index, whose gradients are not summed.
         queries = queries._replace(q=vary(queries.q, of_heads))
-        latents, up = vary(keys.latents, of_heads), vary(keys.up, of_batch)
+        latents, up = vary(keys.latents, of_heads), vary(keys.up, (*of_batch, *of_tokens))
         return attend(queries, keys._replace(latents=latents, up=up), head_axes=of_heads)
 
-    of_queries = Queries._make([split, *[whole] * 4])
-    of_keys = Keys._make([whole, P(None, split[2]), whole, whole])
-    run = jax.shard_map(local, in_specs=(of_queries, of_keys), out_specs=(split, whole))
+    of_queries = Queries._make([split, *[rows] * 4])
+    of_keys = Keys._make([rows, P(None, split[2]), rows, rows])
+    run = jax.shard_map(local, in_specs=(of_queries, of_keys), out_specs=(split, rows))
     return run(queries, keys)
 
 

@@ -15,7 +15,7 @@ from moelib.core.tree import Nested
 from moelib.layers import initializers
 from moelib.layers.base import BaseLayer, bias_spec, weight_spec
 from moelib.layers.mixers.convolution import CausalConvolution
-from moelib.layers.mixers.delta_rule import Tokens, delta_rule
+from moelib.layers.mixers.delta_rule import Tokens, delta_rule, split_axes, whole_sequences
 from moelib.layers.mixers.documents import documents_of
 from moelib.layers.norm import BaseNorm, RMSNorm
 from moelib.layers.quantization import project
@@ -122,14 +122,14 @@ class DeltaNet(BaseLayer):
         del positions
         documents = documents_of(segment_ids, x.shape[:2])
         params = self.operands(self.own_parameters, x.dtype)
-        split = ("batch", "sequence", "activation_heads", None)
+        split = split_axes(x.shape[1])
         qk = save_activation(project(x, params["qk"]), "mixer_qk")  # [B, S, 2, G, K]
         v = save_activation(project(x, params["v"]), "mixer_v")  # [B, S, H, V]
-        qk = constrain(qk, (*split[:2], None, *split[2:]))
-        qk = jax.nn.silu(self.qk_conv(qk, documents))
-        v = jax.nn.silu(self.v_conv(constrain(v, split), documents))
+        qk = jax.nn.silu(self.qk_conv(whole_sequences(qk), documents))
+        v = jax.nn.silu(self.v_conv(whole_sequences(v), documents))
         valid = documents.valid[..., None]
-        beta = jax.nn.sigmoid(project(x, params["beta"]).astype(jnp.float32))
+        beta = constrain(project(x, params["beta"]), split[:3])
+        beta = jax.nn.sigmoid(beta.astype(jnp.float32))
         state = self.cache["state"] if self.cache is not None and x.shape[1] == 1 else None
         tokens = Tokens(
             *self._queries_and_keys(qk),
@@ -156,7 +156,9 @@ class DeltaNet(BaseLayer):
 
     def _log_decay(self, x: Float[Array, "B S D"], params: Nested) -> Float32[Array, "B S H A"]:
         """Returns -rate * softplus(projection of x + bias)."""
-        step = self._decay_input(x, params).astype(jnp.float32) + params["decay_bias"][None, None]
+        step = self._decay_input(x, params)  # [B, S, *decays]
+        step = constrain(step, split_axes(x.shape[1])[: step.ndim]).astype(jnp.float32)
+        step = step + params["decay_bias"][None, None]
         step = jax.nn.softplus(step.reshape(*x.shape[:2], self.config.num_value_heads, -1))
         return -jnp.exp(params["log_decay_rate"])[None, None, :, None] * step
 

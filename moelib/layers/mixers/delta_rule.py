@@ -26,8 +26,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from moelib.core.param import Axes
 from moelib.core.varying import align, vary
 from moelib.parallel import sharding
+
+_WHOLE = ("batch", None, "mixer_heads", None)  # Logical axes of heads, for whole sequences.
 
 _CHUNK = 64  # C, a power of two.
 _PART = 16  # Tokens of a part of a chunk, for decays per channel.
@@ -72,7 +75,7 @@ def delta_rule(
         corrected: Whether a token writes what its value differs by from that of the state.
 
     Raises:
-        SplitError: If the mesh splits sequences, or does not divide the batch or the heads.
+        SplitError: If the mesh does not divide the batch or the heads.
     """
     batch, length, heads, value_dim = tokens.v.shape
     if state is None:
@@ -82,17 +85,10 @@ def delta_rule(
     if mesh is None or mesh.size == 1:
         return compute(tokens, state)
     shape = dict(mesh.shape)
-    if ring := sharding.mesh_axes("sequence", shape):
-        raise sharding.SplitError(
-            f"The delta rule passes its state from token to token, but the mesh splits sequences "
-            f"over {', '.join(f'{axis}={shape[axis]}' for axis in ring)}; set that axis to 1, and "
-            "split the batch or the heads instead (fsdp, model)."
-        )
-    axes = ("batch", None, "activation_heads", None)
-    split = sharding.partition_spec(axes, shape, shape=tokens.v.shape, array="the delta rule")
+    split = sharding.partition_spec(_WHOLE, shape, shape=tokens.v.shape, array="the delta rule")
     of_batch, _, of_heads, _ = split
-    used = tuple(a for name in axes if name for a in sharding.mesh_axes(name, shape))
-    parts = math.prod(shape[axis] for axis in sharding.mesh_axes("activation_heads", shape))
+    used = tuple(a for name in _WHOLE if name for a in sharding.mesh_axes(name, shape))
+    parts = math.prod(shape[axis] for axis in sharding.mesh_axes("mixer_heads", shape))
     tokens = tokens.with_key_heads(math.lcm(parts, tokens.k.shape[2]))
 
     def local(arrays: tuple[Tokens, Array]) -> Results:
@@ -103,6 +99,19 @@ def delta_rule(
     of_tokens = Tokens._make([*(split,) * 4, P(of_batch, None, of_heads), P(of_batch, None)])
     specs = (of_tokens, of_state)
     return jax.shard_map(local, in_specs=(specs,), out_specs=(split, of_state))((tokens, state))
+
+
+def split_axes(length: int) -> Axes:
+    """Returns the logical axes [B, S, H, .] outside of `delta_rule`; of new tokens, all have S."""
+    return "batch", "sequence" if length > 1 else None, "activation_heads", None
+
+
+def whole_sequences(x: Float[Array, "B S ... H K"]) -> Float[Array, "B S ... H K"]:
+    """Returns projections with the sharding of `delta_rule`: sequences are whole, heads split."""
+    between = (None,) * (x.ndim - 4)
+    for batch, tokens, *of_heads in (split_axes(x.shape[1]), _WHOLE):
+        x = sharding.constrain(x, (batch, tokens, *between, *of_heads))
+    return x
 
 
 def sequential(

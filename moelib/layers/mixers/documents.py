@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from moelib.parallel.sharding import constrain
+
 
 class Documents(NamedTuple):
     """The document of each token, and which tokens are not padding."""
@@ -29,6 +31,7 @@ def documents_of(segment_ids: Int[Array, "B S"] | None, shape: tuple[int, ...]) 
     """
     if segment_ids is None:
         return Documents(jnp.zeros(shape, jnp.int32), jnp.ones(shape, bool))
+    segment_ids = constrain(segment_ids, ("batch", None))
     valid = segment_ids > 0
     filled = jax.lax.associative_scan(lambda a, b: jnp.where(b > 0, b, a), segment_ids, axis=1)
     before = jnp.pad(filled[:, :-1], ((0, 0), (1, 0)))  # 0 where no token came before.

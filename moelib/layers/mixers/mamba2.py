@@ -13,7 +13,7 @@ from moelib.core.param import ParameterSpec
 from moelib.layers import initializers
 from moelib.layers.base import BaseLayer, bias_spec, weight_spec
 from moelib.layers.mixers.convolution import CausalConvolution
-from moelib.layers.mixers.delta_rule import Tokens, delta_rule
+from moelib.layers.mixers.delta_rule import Tokens, delta_rule, split_axes, whole_sequences
 from moelib.layers.mixers.documents import documents_of
 from moelib.layers.norm import RMSNorm
 from moelib.layers.quantization import project
@@ -107,13 +107,15 @@ class Mamba2(BaseLayer):
         del positions
         documents = documents_of(segment_ids, x.shape[:2])
         params = self.operands(self.own_parameters, x.dtype)
-        split = ("batch", "sequence", "activation_heads", None)
+        split = split_axes(x.shape[1])
         u = save_activation(project(x, params["x"]), "mixer_v")  # [B, S, H, P]
         bc = save_activation(project(x, params["bc"]), "mixer_qk")  # [B, S, 2, G, N]
         gate = save_activation(project(x, params["gate"]), "mixer_gate")  # [B, S, H, P]
-        u = jax.nn.silu(self.x_conv(constrain(u, split), documents))
+        u = jax.nn.silu(self.x_conv(whole_sequences(u), documents))
+        for axes in (split[:2], split[:1]):  # Gathered over sequences after the projection.
+            bc = constrain(bc, (*axes, *[None] * (bc.ndim - len(axes))))
         bc = jax.nn.silu(self.bc_conv(bc, documents)).astype(jnp.float32)
-        step = project(x, params["time_step"]).astype(jnp.float32)
+        step = constrain(project(x, params["time_step"]), split[:3]).astype(jnp.float32)
         step = jax.nn.softplus(step + params["time_step_bias"][None, None])
         step = jnp.where(documents.valid[..., None], step, 0.0)  # [B, S, H]
         log_decay = -jnp.exp(params["log_decay_rate"])[None, None] * step

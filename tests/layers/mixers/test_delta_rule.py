@@ -109,7 +109,10 @@ def test_equal_keys_without_decay_are_inverted_exactly():
     np.testing.assert_allclose(after, want_after, atol=5e-6)
 
 
-MESHES = [{"data": 4, "model": 2}, {"fsdp": 2}, {"model": 4}]
+MESHES = [
+    *({"data": 4, "model": 2}, {"fsdp": 2}, {"model": 4}),
+    *({"seq": 4}, {"data": 2, "seq": 2, "model": 2}),
+]
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
@@ -123,9 +126,9 @@ def test_a_mesh_gives_the_numbers_of_one_device(axes):
     tiny.assert_trees_close(got, want)
 
 
-def test_a_mesh_that_splits_sequences_is_refused():
+def test_heads_that_the_mesh_does_not_divide_are_refused():
     floats, documents, state, _ = inputs(64, packed=False)
-    with jax.set_mesh(tiny.mesh(seq=2)), pytest.raises(SplitError, match=r"seq=2.*set that axis"):
+    with jax.set_mesh(tiny.mesh(seq=2)), pytest.raises(SplitError, match=r"size 3 is not.*seq=2"):
         jax.eval_shape(delta_rule, Tokens(*floats, documents=documents), state)
 
 
