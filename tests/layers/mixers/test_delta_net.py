@@ -9,6 +9,7 @@ from moelib.core.config import config_for_function
 from moelib.layers import initializers
 from moelib.layers.mixers.gated_delta_net import GatedDeltaNet
 from moelib.layers.mixers.kimi_delta_attention import KimiDeltaAttention
+from tests import tiny
 from tests.layers.calling import build, call, float64, initial, normal
 from tests.oracles.delta_rule import delta_rule
 
@@ -82,6 +83,24 @@ def test_the_output_is_that_of_the_formulas(fields, segment_ids):
     valid = np.ones((2, S, 1)) if segment_ids is None else segment_ids[..., None] > 0
     want = by_hand(params, np.ones((2, S), int) if segment_ids is None else segment_ids)
     np.testing.assert_allclose(got * valid, want * valid, rtol=1e-5, atol=2e-5)
+
+
+def check_split_sequences(layer):
+    """Checks values and gradients of a layer on a mesh that splits sequences."""
+
+    def total(params, x):
+        y = call(layer, params, x, positions=POSITIONS[:, :8], segment_ids=SEGMENTS[:, :8])
+        return jnp.sum(jnp.where(SEGMENTS[:, :8, None] > 0, y, 0) ** 2)
+
+    run = jax.value_and_grad(total, (0, 1))
+    want = jax.jit(run)(initial(layer), X[:, :8])
+    with jax.set_mesh(tiny.mesh(data=2, seq=2)):
+        tiny.assert_trees_close(jax.jit(run)(initial(layer), X[:, :8]), want)
+
+
+@pytest.mark.parametrize("kind", [GatedDeltaNet, KimiDeltaAttention])
+def test_a_mesh_that_splits_sequences_gives_the_numbers_of_one_device(kind):
+    check_split_sequences(layer_of(kind))
 
 
 def test_parameters_and_flops_are_counted_by_hand():

@@ -7,7 +7,13 @@ from moelib.core.config import config_for_function
 from moelib.layers import initializers
 from moelib.layers.mixers.mamba2 import Mamba2
 from tests.layers.calling import build, call, float64, initial, normal
-from tests.layers.mixers.test_delta_net import POSITIONS, SEGMENTS, convolved, silu
+from tests.layers.mixers.test_delta_net import (
+    POSITIONS,
+    SEGMENTS,
+    check_split_sequences,
+    convolved,
+    silu,
+)
 from tests.oracles.delta_rule import delta_rule
 
 D, H, G, N, P, S = 8, 4, 2, 6, 5, 9
@@ -49,6 +55,10 @@ def test_the_output_is_that_of_the_formulas(fields, segment_ids):
     segments = np.ones((2, S), int) if segment_ids is None else segment_ids
     want = by_hand(params, segments, fields.get("num_groups", G))
     np.testing.assert_allclose(got * valid, want * valid, rtol=1e-5, atol=2e-5)
+
+
+def test_a_mesh_that_splits_sequences_gives_the_numbers_of_one_device():
+    check_split_sequences(layer_of())
 
 
 def test_parameters_and_flops_are_counted_by_hand():
