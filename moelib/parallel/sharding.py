@@ -51,9 +51,6 @@ DEFAULT_RULES: Rules = {
     "activation_embed": (),
     "activation_ffn": ("model",),
     "activation_heads": ("model",),
-    # Of layers whose state passes from token to token: sequences are whole, and all-to-alls split
-    # the heads instead (as Jacobs et al., arXiv:2309.14509, section 3.1, for attention).
-    "mixer_heads": ("model", "seq"),
 }
 
 # Rules of a pipeline, whose ranks store a part of every layer.
@@ -159,10 +156,14 @@ def _check_known(name: str, rules: Rules, array: str = "sharding_rules") -> None
         raise UserError(f"{array}: no sharding rule for the logical axis {name!r}; {advice}")
 
 
-def _note_used(*names: str | None) -> None:
+def _note_used(*names: str) -> None:
     used = _used.get()
     if used is not None:
-        used.update(name for name in names if name is not None)
+        used.update(names)
+
+
+def _names(axis: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (axis,) if isinstance(axis, str) else axis or ()
 
 
 # -- Shardings -----------------------------------------------------------------------------------
@@ -185,7 +186,7 @@ def mesh_axes(
 
 
 def partition_spec(
-    axes: Sequence[str | None],
+    axes: Sequence[str | tuple[str, ...] | None],
     mesh_shape: Mapping[str, int],
     *,
     shape: Sequence[int] | None = None,
@@ -198,7 +199,7 @@ def partition_spec(
     instead if shards of the width end inside a tile: see `_of_rows`.
 
     Args:
-        axes: A logical axis, or None, for each dimension.
+        axes: A logical axis, several that shard it together, or None, for each dimension.
         mesh_shape: Sizes of the mesh axes.
         shape: Shape of the array, which the sharding must divide; None if unknown.
         rules: The table; by default the current one.
@@ -210,7 +211,7 @@ def partition_spec(
     splits: list[tuple[str, ...]] = []
     used: dict[str, Any] = {}
     for i, name in enumerate(axes):
-        split = () if name is None else mesh_axes(name, mesh_shape, rules, array=array)
+        split = tuple(a for n in _names(name) for a in mesh_axes(n, mesh_shape, rules, array=array))
         for axis in split:
             if axis in used:
                 raise SplitError(
@@ -232,7 +233,7 @@ def partition_spec(
 
 
 def _of_rows(
-    axes: Sequence[str | None],
+    axes: Sequence[Any],
     splits: list[tuple[str, ...]],
     mesh_shape: Mapping[str, int],
     shape: Sequence[int],
@@ -312,9 +313,9 @@ def current_mesh() -> jax.sharding.AbstractMesh | None:
     return None if mesh.empty or not mesh.auto_axes else mesh
 
 
-def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
+def constrain(x: jax.Array, axes: Sequence[str | tuple[str, ...] | None]) -> jax.Array:
     """Constrains the sharding of an activation; returns `x` itself without a mesh."""
-    _note_used(*axes)
+    _note_used(*(name for each in axes for name in _names(each)))
     mesh = current_mesh()
     if mesh is None or mesh.size == 1:
         return x

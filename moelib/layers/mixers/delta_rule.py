@@ -30,7 +30,10 @@ from moelib.core.param import Axes
 from moelib.core.varying import align, vary
 from moelib.parallel import sharding
 
-_WHOLE = ("batch", None, "mixer_heads", None)  # Logical axes of heads, for whole sequences.
+# Logical axes [B, S, H, .] of whole sequences: all-to-alls split heads where a mesh splits
+# sequences, as Jacobs et al., arXiv:2309.14509, section 3.1, for attention.
+_HEADS = ("activation_heads", "sequence")
+_WHOLE = ("batch", None, _HEADS, None)
 
 _CHUNK = 64  # C, a power of two.
 _PART = 16  # Tokens of a part of a chunk, for decays per channel.
@@ -87,8 +90,8 @@ def delta_rule(
     shape = dict(mesh.shape)
     split = sharding.partition_spec(_WHOLE, shape, shape=tokens.v.shape, array="the delta rule")
     of_batch, _, of_heads, _ = split
-    used = tuple(a for name in _WHOLE if name for a in sharding.mesh_axes(name, shape))
-    parts = math.prod(shape[axis] for axis in sharding.mesh_axes("mixer_heads", shape))
+    used = tuple(a for name in ("batch", *_HEADS) for a in sharding.mesh_axes(name, shape))
+    parts = math.prod(shape[a] for name in _HEADS for a in sharding.mesh_axes(name, shape))
     tokens = tokens.with_key_heads(math.lcm(parts, tokens.k.shape[2]))
 
     def local(arrays: tuple[Tokens, Array]) -> Results:
