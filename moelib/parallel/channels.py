@@ -12,14 +12,14 @@ _CHANNEL = "channel_handle"
 def own_channels(lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh) -> jax.stages.Lowered:
     """Returns a lowered program; for several CPUs, each of its collectives has its own channel.
 
-    JAX gives all collectives of `jax.shard_map` channel 1. XLA:CPU starts collectives in one order,
-    but may run those of a loop beside one that follows it. Those of one channel and the same
-    devices would meet, as of experts in the loop of layers and of the output layer: the process
-    ends, or gets the rows of the other.
+    JAX gives all collectives of `jax.shard_map` channel 1. XLA:CPU starts collectives in order, but
+    may run those inside a loop concurrently with one after the loop. Two of them with the same
+    channel and devices join one rendezvous, for example gathers of experts in the loop of layers
+    and the gather of the output layer, and the process aborts or has a segmentation fault.
 
     Args:
-        lowered: A program, which is changed in place.
-        mesh: The mesh that it runs on.
+        lowered: Lowered program, modified in place.
+        mesh: Mesh that the program runs on.
     """
     devices = mesh.devices
     if devices.size == 1 or devices.flat[0].platform != "cpu":

@@ -105,7 +105,7 @@ def delta_rule(
 
 
 def split_axes(length: int) -> Axes:
-    """Returns the logical axes [B, S, H, .] outside of `delta_rule`; of new tokens, all have S."""
+    """Returns the logical axes [B, S, H, .] outside of `delta_rule`; one token is never split."""
     return "batch", "sequence" if length > 1 else None, "activation_heads", None
 
 
