@@ -26,6 +26,7 @@ from moelib.parallel.auto_sharding.constrain import constrain_at_use
 from moelib.parallel.auto_sharding.specs import AutoShardings, auto_partition_specs
 from moelib.planning.choose_specs import Candidate, choose_specs, compile_candidate
 from moelib.runtime.command_line import flag, run_command
+from moelib.runtime.simulated import simulate_devices
 from moelib.runtime.table import Table, print_table
 
 _AXES = ("fsdp", "model")
@@ -149,7 +150,7 @@ def run(flags: Flags, names: Sequence[str]) -> None:
         devices = np.array(topology(flags.topology).devices).reshape(1, -1)
         mesh = jax.sharding.Mesh(devices, _AXES, axis_types=(AxisType.Auto,) * 2)
     else:
-        jax.config.update("jax_num_cpu_devices", 8)
+        simulate_devices(8)
         mesh = jax.make_mesh((1, 8), _AXES, axis_types=(AxisType.Auto,) * 2)
     columns = ["model", "traced", "shapes", "hand", "equal specs", "cheapest"]
     if flags.gradients:

@@ -10,8 +10,9 @@ The public names are imported when they are first used, so that `import moelib` 
 """
 
 import importlib
-import os
 from typing import TYPE_CHECKING, Any
+
+from moelib.runtime import simulated
 
 if TYPE_CHECKING:
     from moelib.evaluation.evaluate import evaluate
@@ -26,11 +27,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# In its default order of operations, breadth first, XLA:CPU lets some simulated devices wait in a
-# ring's permutation and the others in an all-reduce, for ever. It reads its flags when JAX starts.
-_ONE_ORDER = "xla_cpu_enable_concurrency_optimized_scheduler"
-if _ONE_ORDER not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_ONE_ORDER}=false".lstrip()
+simulated.prepare()
 
 __all__ = [
     "Task",

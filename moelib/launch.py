@@ -22,7 +22,7 @@ from moelib.core.config_modifier import apply_mesh_rule
 from moelib.core.errors import UsageError, UserError, refuse_single_strings
 from moelib.core.module_names import find_module
 from moelib.runs import phases
-from moelib.runtime import platforms, storage
+from moelib.runtime import platforms, simulated, storage
 from moelib.runtime.command_line import flag, no_arguments, run_command
 from moelib.runtime.compilation_cache import use_compilation_cache
 
@@ -96,14 +96,12 @@ class DeviceFlags:
                 platform is missing.
             UserError: If another process does not start.
         """
-        import jax
-
         from moelib.runtime.distributed import initialize_distributed
 
         if self.jax_backend is not None:
             platforms.use_backend(self.jax_backend)
         if self.num_cpu_devices is not None:
-            jax.config.update("jax_num_cpu_devices", self.num_cpu_devices)
+            simulated.simulate_devices(self.num_cpu_devices)
         job = initialize_distributed(
             self.distributed_coordinator,
             self.num_processes,

@@ -62,7 +62,31 @@ ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler"
 )
 def test_collectives_of_cpus_have_one_order_unless_the_user_says_otherwise(own, want):
     script = "import moelib, os; print(os.environ['XLA_FLAGS'])"
-    environment = os.environ | {"XLA_FLAGS": own}
-    command = [sys.executable, "-c", script]
+    assert printed(script, XLA_FLAGS=own) == want
+
+
+def printed(script, **environment):
+    """Returns what a Python process prints that has these variables in its environment."""
+    command, environment = [sys.executable, "-c", script], os.environ | environment
     got = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert got.stdout.strip() == want
+    return got.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("environment", "more"),
+    [
+        ({"JAX_NUM_CPU_DEVICES": "64"}, ""),
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=64"}, ""),
+        ({"JAX_NUM_CPU_DEVICES": "64", "PJRT_NPROC": "4"}, ""),
+        ({}, "from moelib.runtime import simulated; simulated.simulate_devices(64); "),
+    ],
+)
+def test_each_simulated_device_has_threads_to_wait_in_several_collectives(environment, more):
+    script = f"import moelib, os; {more}print(os.environ['PJRT_NPROC'])"
+    unset = {"JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": "", "PJRT_NPROC": ""}
+    assert int(printed(script, **unset | environment)) >= 8 * 64
+
+
+def test_a_single_device_has_no_more_threads_than_cores():
+    script = "import moelib, os; print(os.environ['PJRT_NPROC'])"
+    assert printed(script, JAX_NUM_CPU_DEVICES="1", XLA_FLAGS="", PJRT_NPROC="") == ""

@@ -34,6 +34,7 @@ from moelib.core.errors import UserError
 from moelib.kernels import backend as backends
 from moelib.kernels.backend import Call
 from moelib.kernels.check import FAILS, NO_MEMORY, backend_of, compare
+from moelib.runtime import simulated
 from moelib.runtime.compilation_cache import use_compilation_cache
 from moelib.runtime.platforms import has_accelerator
 from moelib.runtime.processes import on_process_0
@@ -278,7 +279,7 @@ def main() -> None:
     cfg = config_text.parse(request["config"], trusted=True)  # The parent's own.
     if mesh := request["mesh"]:
         cfg.mesh_shape = tuple(mesh)
-        jax.config.update("jax_num_cpu_devices", math.prod(mesh))
+        simulated.simulate_devices(math.prod(mesh))
     use_compilation_cache()
     devices = jax.devices("cpu" if mesh else None)
     calls = calls_of(cfg, devices)

@@ -16,6 +16,7 @@ from moelib.core.config import ConfigBase, did_you_mean
 from moelib.core.errors import UserError
 from moelib.parallel.mesh import describe_mesh
 from moelib.parallel.sharding import SplitError
+from moelib.runtime import simulated
 from moelib.runtime.progress import Progress
 from moelib.verify.compare import Difference
 from moelib.verify.early_checks import EARLY_CHECKS
@@ -122,7 +123,7 @@ def _cpu_devices(num: int) -> list[Any]:
         raise UserError(f"num_devices={num}: set at most {_MOST_DEVICES}.")
     if jax.config.jax_num_cpu_devices < num:
         with contextlib.suppress(RuntimeError):  # JAX has started.
-            jax.config.update("jax_num_cpu_devices", num)
+            simulated.simulate_devices(num)
     devices = jax.devices("cpu")
     if num < 2 or len(devices) < num:
         raise UserError(
