@@ -1,5 +1,6 @@
 """BaseLayer: a module that has parameters."""
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from moelib.core.precision import check_float
 from moelib.core.tree import Nested
 from moelib.layers import initializers
 from moelib.layers.adapter import AdaptedWeight, LowRank
+from moelib.layers.exchange import Exchange
 from moelib.layers.quantization import Quantization, operand
 
 # Fields of the spec of a parameter that is stored and trained in float32, whatever the other dtypes
@@ -55,8 +57,9 @@ class BaseLayer(Module):
 
     A layer declares its own part: `_create_layer_parameter_specs`, and where they apply
     `_create_layer_cache_specs`, `_create_layer_carry_specs`, `_end_step`, `_own_active_parameters`,
-    `_own_forward_flops_per_token`, `sees_other_tokens` and `copies`. The public methods that end in
-    `_recursively`, and the counts, walk over the tree of layers and need no override.
+    `_own_forward_flops_per_token`, `_own_exchange`, `sees_other_tokens` and `copies`. The public
+    methods that end in `_recursively`, and the counts, walk over the tree of layers and need no
+    override.
 
     A `dtype`, `param_init` or `output_init` of None is inherited from the layer above.
     """
@@ -159,6 +162,11 @@ class BaseLayer(Module):
         del seq_len
         specs = jax.tree.leaves(self.layer_parameter_specs(), is_leaf=is_spec)
         return sum((2.0 * spec.size for spec in specs if spec.fan_axes is not None), 0.0)
+
+    def _own_exchange(self, seq_len: int) -> Exchange | None:
+        """Returns what this layer itself sends where a mesh splits sequences; None for nothing."""
+        del seq_len
+        return None
 
     def copies(self, child: str) -> tuple[str, ...] | None:
         """Returns the names of the layers that a child stands for; None for a single layer.
@@ -365,6 +373,14 @@ class BaseLayer(Module):
         return sum(
             times * layer._own_forward_flops_per_token(seq_len) for layer, times in self.walk()
         )
+
+    def exchanges(self, seq_len: int) -> Mapping[Exchange, int]:
+        """Returns what layers send where a mesh splits sequences, and how many of them send it."""
+        found: collections.Counter[Exchange] = collections.Counter()
+        for layer, times in self.walk():
+            if exchange := layer._own_exchange(seq_len):
+                found[exchange] += times
+        return found
 
     # -- This layer's own parameters -------------------------------------------------------------
 

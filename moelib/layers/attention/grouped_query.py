@@ -15,6 +15,7 @@ from moelib.kernels.flash_attention import CONTEXT, MaskSpec
 from moelib.layers.attention.cached import attend_to_cache, num_slots, store
 from moelib.layers.attention.on_mesh import attend, attention_weights
 from moelib.layers.base import BaseLayer, add_bias, bias_spec, weight_spec
+from moelib.layers.exchange import Exchange
 from moelib.layers.norm import BaseNorm
 from moelib.layers.quantization import project
 from moelib.layers.remat import save_activation
@@ -196,6 +197,11 @@ class GroupedQueryAttention(BaseLayer):
         if not self.config.qk_norm_joint:
             return norm(x)
         return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
+
+    def _own_exchange(self, seq_len: int) -> Exchange:
+        cfg: GroupedQueryAttention.Config = self.config
+        keys, queries = 2 * self._num_kv_heads, 2 * cfg.num_heads
+        return Exchange(keys * self._head_dim, queries * self._head_dim, cfg.window)
 
     def _own_forward_flops_per_token(self, seq_len: int) -> float:
         cfg: GroupedQueryAttention.Config = self.config

@@ -26,6 +26,7 @@ from moelib.layers.attention.on_mesh import attend, attention_weights
 from moelib.layers.attention.sparse import Index, Keys, Queries, attend_to_chosen
 from moelib.layers.attention.temperature import AttentionTemperature
 from moelib.layers.base import BaseLayer, weight_spec
+from moelib.layers.exchange import Exchange
 from moelib.layers.norm import BaseNorm, RMSNorm
 from moelib.layers.quantization import QuantizedWeight, project
 from moelib.layers.remat import save_activation
@@ -293,6 +294,16 @@ class LatentAttention(BaseLayer):
         params = self.own_parameters
         used = {each: params[each] for each in (name, *adapter_names(name)) if each in params}
         return self.operands(used, x.dtype)[name]
+
+    def _own_exchange(self, seq_len: int) -> Exchange:
+        cfg: LatentAttention.Config = self.config
+        gathered = 0
+        if cfg.indexer is not None:
+            gathered = cfg.kv_lora_rank + cfg.rope_head_dim + cfg.indexer.index_dim
+            if self.indexer.chooses_among(seq_len):
+                return Exchange(gathered=gathered)
+        heads = cfg.num_heads * (self._qk_head_dim + cfg.v_head_dim)
+        return Exchange(heads, heads, gathered=gathered)
 
     def _own_forward_flops_per_token(self, seq_len: int) -> float:
         cfg: LatentAttention.Config = self.config

@@ -1,5 +1,6 @@
 """DeltaNet: the base of layers that mix tokens by the delta rule."""
 
+import math
 from abc import abstractmethod
 from typing import ClassVar
 
@@ -14,6 +15,7 @@ from moelib.core.param import ParameterSpec
 from moelib.core.tree import Nested
 from moelib.layers import initializers
 from moelib.layers.base import BaseLayer, bias_spec, weight_spec
+from moelib.layers.exchange import Exchange
 from moelib.layers.mixers.convolution import CausalConvolution
 from moelib.layers.mixers.delta_rule import Tokens, delta_rule, split_axes, whole_sequences
 from moelib.layers.mixers.documents import documents_of
@@ -161,6 +163,13 @@ class DeltaNet(BaseLayer):
         step = step + params["decay_bias"][None, None]
         step = jax.nn.softplus(step.reshape(*x.shape[:2], self.config.num_value_heads, -1))
         return -jnp.exp(params["log_decay_rate"])[None, None, :, None] * step
+
+    def _own_exchange(self, seq_len: int) -> Exchange:
+        cfg: DeltaNet.Config = self.config
+        keys = self._num_key_heads * cfg.key_head_dim
+        values = cfg.num_value_heads * cfg.value_head_dim
+        decays = math.prod(self._decays()) + cfg.num_value_heads  # And strengths.
+        return Exchange(heads=2 * (keys + values), heads_in_float32=decays)
 
     def _own_forward_flops_per_token(self, seq_len: int) -> float:
         cfg: DeltaNet.Config = self.config

@@ -12,6 +12,7 @@ from moelib.core.errors import UserError
 from moelib.core.param import ParameterSpec
 from moelib.layers import initializers
 from moelib.layers.base import BaseLayer, bias_spec, weight_spec
+from moelib.layers.exchange import Exchange
 from moelib.layers.mixers.convolution import CausalConvolution
 from moelib.layers.mixers.delta_rule import Tokens, delta_rule, split_axes, whole_sequences
 from moelib.layers.mixers.documents import documents_of
@@ -129,6 +130,14 @@ class Mamba2(BaseLayer):
         out = out.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
         out = self.norm(out.reshape(*x.shape[:2], -1)).reshape(out.shape).astype(x.dtype)
         return save_activation(project(out, params["output"], num_inputs=2), "mixer_output")
+
+    def _own_exchange(self, seq_len: int) -> Exchange:
+        cfg: Mamba2.Config = self.config
+        return Exchange(
+            heads=2 * cfg.num_heads * cfg.head_dim,
+            heads_in_float32=2 * cfg.num_heads,
+            gathered=2 * cfg.num_groups * cfg.state_dim,
+        )
 
     def _own_forward_flops_per_token(self, seq_len: int) -> float:
         cfg: Mamba2.Config = self.config

@@ -208,27 +208,35 @@ def token_transfers(placement: Placement, *, is_tpu: bool) -> Iterator[Transfer]
         yield from _each("all-gather", tensor, row, 2 * work.num_layers, _ALL)
         yield from _each("reduce-scatter", tensor, row, 2 * work.num_layers, _ONCE)
     if sequence := placement.axes["sequence"]:
-        yield from _ring_transfers(placement, sequence)
+        yield from _sequence_transfers(placement, sequence)
     if work.moe is not None and placement.expert_axes:
         yield from _dispatch_transfers(placement, row, is_tpu=is_tpu)
 
 
-def _ring_transfers(placement: Placement, axes: tuple[str, ...]) -> Iterator[Transfer]:
-    """Yields the permutes of attention for each token: its pieces in zigzag, and keys and values.
+def _sequence_transfers(placement: Placement, axes: tuple[str, ...]) -> Iterator[Transfer]:
+    """Yields the transfers of layers that mix tokens, for each token.
 
-    In the backward pass, the gradients of keys and values follow them in float32.
+    In the backward pass, gradients take the way back, those of a ring's keys and values with them,
+    in float32.
     """
     work, n = placement.work, placement.mesh.parts(axes)
-    size = work.seq_len // n
-    keys = work.kv_width / placement.parts["kv_heads"]
-    queries = work.q_width / placement.parts["heads"]  # With outputs.
-    for window, times in work.windows:
-        plan = ring_plan(n, size, window=window)
-        sent = keys * plan.rotations * plan.num_keys / size
-        dealt = (queries + keys) * plan.zigzag
-        each = functools.partial(_each, "collective-permute", axes, times=times)
-        yield from each((sent + dealt) * work.compute_itemsize, phases=_ALL)
-        yield from each(sent * 4, phases=("backward",))
+    size, itemsize = work.seq_len // n, work.compute_itemsize
+    of_heads = placement.parts["heads"]
+    for each, times in work.exchanges:
+        if each.keys:
+            plan = ring_plan(n, size, window=each.window)
+            keys = each.keys / placement.parts["kv_heads"]
+            sent = keys * plan.rotations * plan.num_keys / size
+            dealt = (each.queries / of_heads + keys) * plan.zigzag
+            permutes = functools.partial(_each, "collective-permute", axes, times=times)
+            yield from permutes((sent + dealt) * itemsize, phases=_ALL)
+            yield from permutes(sent * 4, phases=("backward",))
+        if each.heads:
+            exchanged = (each.heads * itemsize + each.heads_in_float32 * 4) / of_heads
+            yield from _each("all-to-all", axes, exchanged, times, _ALL)
+        if gathered := each.gathered * itemsize * n:
+            yield from _each("all-gather", axes, gathered, times, ("forward", "recomputed"))
+            yield Transfer("reduce-scatter", axes, gathered, times, "backward")
 
 
 def _dispatch_transfers(placement: Placement, row: float, *, is_tpu: bool) -> Iterator[Transfer]:

@@ -15,6 +15,7 @@ from moelib.core.config_text import sub_configs
 from moelib.core.errors import UserError
 from moelib.core.param import ParameterSpec, is_spec
 from moelib.core.precision import compute_dtype, gradient_dtype
+from moelib.layers.exchange import Exchange
 from moelib.layers.moe.dispatch_ragged import RingDispatcher
 from moelib.layers.quantization import Quantization
 from moelib.learner import offload
@@ -101,9 +102,8 @@ class Workload:
     compute_dtype: str  # Of matmuls and activations.
     head_dim: int  # Width of an attention head; 1 without attention.
     attention_backend: str | None  # Backend of attention; None for the default.
-    kv_width: int  # Elements of keys and values per token and layer.
-    q_width: int  # Elements of queries and outputs per token and layer.
-    windows: tuple[tuple[int | None, int], ...]  # Windows of attention and their numbers of layers.
+    # What layers send where the mesh splits sequences, and their numbers.
+    exchanges: tuple[tuple[Exchange, int], ...]
     moe: Moe | None
     forward_flops: float  # Per token.
     decoder_flops: float  # Those of `forward_flops` that full remat recomputes.
@@ -202,10 +202,6 @@ def read_workload(cfg: Any) -> Workload:
     except UserError as error:
         refusal = str(error)
     of_decoder = decoder.forward_flops_per_token if decoder else lambda seq_len: forward
-    windows: collections.Counter[int | None] = collections.Counter()
-    for layer, times in decoder.walk() if decoder else ():
-        if window := getattr(layer.config, "window", None):
-            windows[window] += times
     saved = read_saved(
         cfg,
         specs.model,
@@ -227,9 +223,7 @@ def read_workload(cfg: Any) -> Workload:
         compute_dtype=cfg.train_dtype or "float32",
         head_dim=_size_of(parameters, "head_dim"),
         attention_backend=(cfg.kernel_backends or {}).get("flash_attention"),
-        kv_width=_width(parameters, num_layers, "kv_heads", "heads"),
-        q_width=_width(parameters, num_layers, "heads"),
-        windows=(*windows.items(), (None, num_layers - windows.total())),
+        exchanges=tuple(decoder.exchanges(seq_len).items()) if decoder else (),
         moe=moe,
         forward_flops=forward,
         decoder_flops=float(of_decoder(seq_len)),
@@ -283,16 +277,6 @@ def _depth(model: Any) -> tuple[int, int, int]:
             repeats = (layers - first) // size
             found.append((layers, size, repeats) if repeats else (layers, 1, layers))
     return max(found)
-
-
-def _width(leaves: tuple[Leaf, ...], num_layers: int, *names: str) -> int:
-    """Returns the elements per token and layer of the first of the axes in use."""
-    for name in names:  # Without their own, keys and values are as wide as queries and outputs.
-        found = [leaf for leaf in leaves if name in leaf.axes and "embed" in leaf.axes]
-        if found:
-            width = sum(leaf.size // leaf.shape[leaf.axes.index("embed")] for leaf in found)
-            return width // num_layers
-    return 0
 
 
 def _moe(model: Any, specs: Any) -> Moe | None:

@@ -8,6 +8,8 @@ import jax
 import pytest
 
 from experiments import gpt_oss, llama
+from moelib.layers.exchange import Exchange
+from moelib.layers.mixers.gated_delta_net import GatedDeltaNet
 from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
 from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.parallel.sharding import abstract_state
@@ -472,8 +474,9 @@ def _permuted(cfg, work, sizes):
 def test_ring_attention_sends_its_pieces_and_n_minus_1_times_keys_and_gradients(tiny):
     cfg, work, _ = tiny
     # Twice in the dtype of the computation, and the gradients of keys and values in float32.
-    dealt = 2 * work.num_layers * (work.q_width + work.kv_width) * work.compute_itemsize
-    keys = work.num_layers * work.kv_width * (2 * work.compute_itemsize + 4)
+    ((exchange, num_layers),) = work.exchanges
+    dealt = 2 * num_layers * (exchange.queries + exchange.keys) * work.compute_itemsize
+    keys = num_layers * exchange.keys * (2 * work.compute_itemsize + 4)
     for n in (2, 8):
         assert _permuted(cfg, work, {"seq": n}) == pytest.approx(dealt + (n - 1) * keys)
     with_model = _permuted(cfg, work, {"seq": 2, "model": 2})
@@ -483,15 +486,21 @@ def test_ring_attention_sends_its_pieces_and_n_minus_1_times_keys_and_gradients(
 
 def test_attention_in_a_window_sends_the_keys_that_are_seen(tiny):
     cfg, work, _ = tiny
-    keys = work.kv_width * (2 * work.compute_itemsize + 4)
+    ((exchange, num_layers),) = work.exchanges
+    keys = exchange.keys * (2 * work.compute_itemsize + 4)
     size = work.seq_len // 8
     for window, shards in ((1, 0), (size // 4, 1 / 4), (size, 1), (size + 2, 2), (4 * size, 4)):
-        layers = ((window, work.num_layers),)
-        sent = _permuted(cfg, dataclasses.replace(work, windows=layers), {"seq": 8})
-        assert sent == pytest.approx(work.num_layers * shards * keys)
+        exchanges = ((exchange._replace(window=window), num_layers),)
+        sent = _permuted(cfg, dataclasses.replace(work, exchanges=exchanges), {"seq": 8})
+        assert sent == pytest.approx(num_layers * shards * keys)
 
 
-def test_windows_are_those_of_the_layers():
+def test_exchanges_are_those_of_the_layers():
     cfg = tiny_moe.dense()
-    cfg.model.decoder.block[0].self_attention.window = 16
-    assert read_workload(cfg).windows == ((16, 1), (None, 1))
+    first, block = cfg.model.decoder.first_layers[0], cfg.model.decoder.block[0]
+    first.self_attention.set(num_heads=4, num_kv_heads=2, head_dim=8, window=16)
+    heads = {"num_value_heads": 4, "num_key_heads": 2, "key_head_dim": 8, "value_head_dim": 16}
+    block.self_attention = GatedDeltaNet.default_config().set(**heads)
+    attention = Exchange(keys=2 * 2 * 8, queries=2 * 4 * 8, window=16)
+    delta_net = Exchange(heads=2 * (2 * 8 + 4 * 16), heads_in_float32=2 * 4)
+    assert dict(read_workload(cfg).exchanges) == {attention: 1, delta_net: 1}
