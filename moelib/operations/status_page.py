@@ -21,7 +21,7 @@ from typing import Any
 from moelib.checkpoint.contents import list_checkpoints
 from moelib.operations.curves import RunMetrics
 from moelib.operations.runs import VALIDATION, describe_run, find_runs, runs_table, seconds_left
-from moelib.runs.folder import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, RunFolder
+from moelib.runs.folder import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, SAMPLE, RunFolder
 from moelib.runs.metrics_file import MetricsReader
 from moelib.runtime import storage
 from moelib.runtime.http_server import Handler, Server, page_policy
@@ -58,9 +58,10 @@ _TILES = (  # (title, metric, format)
     ("s/step", "step_seconds", "{:.3g}"),
     ("device memory, GB", "device_memory_gb", "{:.1f}"),
 )
+_SAMPLE_COLUMNS = ("step", "prompt", "text")
 _SECONDS_PER_READ = 0.1  # Of a request, which shares the interpreter with training.
 _MAX_VIEWS = 8  # Runs whose curves are in memory.
-_NUM_EVENTS = 30
+_NUM_EVENTS, _NUM_SAMPLES = 30, 12
 
 
 class StatusServer(Server):
@@ -128,7 +129,9 @@ def _described(path: str, metrics: RunMetrics, name: str) -> dict[str, Any]:
     if checkpoints := list_checkpoints(RunFolder(path).checkpoints):
         shown.append(("newest checkpoint", f"{max(checkpoints):,}"))
     seconds = seconds_left(run, metrics)
-    events = RunFolder(path).events()[-_NUM_EVENTS:]
+    all_events = RunFolder(path).events()
+    events = [x for x in all_events if x["event"] != SAMPLE][-_NUM_EVENTS:]
+    samples = [x for x in all_events if x["event"] == SAMPLE][-_NUM_SAMPLES:]
     return {
         "name": run.name,
         "state": run.state,
@@ -140,6 +143,7 @@ def _described(path: str, metrics: RunMetrics, name: str) -> dict[str, Any]:
         "changed": _clock(run.changed),
         "tiles": shown,
         "charts": list(_charts(metrics)),
+        "samples": [[str(x.get(name, "")) for name in _SAMPLE_COLUMNS] for x in samples[::-1]],
         "events": [[_clock(x.pop("time")), x.pop("event"), _fields(x)] for x in events[::-1]],
     }
 

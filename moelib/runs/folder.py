@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 CONFIG_FILE = "config.txt"
 EVENTS_FILE = "events.jsonl"
 METRICS_FILE = "metrics.jsonl"
+SAMPLE = "sample"  # Event of a generated text, with its step, its prompt and the text.
 _RUN_FILE = "run.json"
 _APPENDING = threading.Lock()  # An object is read and written again.
 

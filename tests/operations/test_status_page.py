@@ -27,6 +27,7 @@ def secret_folder(tmp_path):
     """Returns a folder with a run, and secrets in and next to it."""
     run = write_run(tmp_path / "runs/a", config="note: '<script>alert(1)</script>'\n")
     RunFolder(run).log("start", num_processes=2)
+    RunFolder(run).log("sample", step=20, prompt="Once", text=" <b>upon</b>")
     (run / "process_0.log").write_text("from process 0\n")
     for secret in (tmp_path / "secret.txt", run / ".lock", run / "run.json", run / "other.txt"):
         secret.write_text("a secret")
@@ -61,7 +62,8 @@ def test_a_run_is_shown_with_the_numbers_of_its_files(url):
     assert [x["name"] for x in charts["Loss"]] == ["mean_loss", "val/loss"]
     assert [x[:2] for x in charts["Loss"][1]["points"]] == [[10, 10], [20, 0], [30, 10]]
     assert ["loss", "2.0000"] in found["tiles"]
-    assert found["events"][0][1:] == ["start", "num_processes 2"]
+    assert [x[1:] for x in found["events"]] == [["start", "num_processes 2"]]
+    assert found["samples"] == [["20", "Once", " <b>upon</b>"]]
     assert found["files"] == ["config.txt", "events.jsonl", "metrics.jsonl", "process_0.log"]
 
 
