@@ -18,6 +18,7 @@ import dataclasses
 import importlib
 import inspect
 import os
+import reprlib
 import sys
 import types
 import typing
@@ -251,6 +252,22 @@ def _takes_fields(method: Callable[..., Any]) -> _FieldsMethod:
     return typing.cast(_FieldsMethod, method)
 
 
+class _Short(reprlib.Repr):
+    """Writes configs in short: the values that are not the default ones, inside of two levels."""
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        if not isinstance(x, ConfigBase):
+            return super().repr_instance(x, level)
+        given = {
+            k: value for k, value in x.items() if k != "klass" and value != x._fields[k].default
+        }
+        inside = ", ".join(f"{k}={self.repr1(value, level - 1)}" for k, value in given.items())
+        return f"{x._title()}({inside if level > 0 else '...'})"
+
+
+_SHORT = _Short(maxlevel=2, maxother=80, maxstring=80, maxlist=3)
+
+
 class ConfigBase:
     """A set of typed fields. Setting an unknown field or a value of another type is an error.
 
@@ -343,8 +360,7 @@ class ConfigBase:
     __hash__ = None  # Mutable.
 
     def __repr__(self) -> str:
-        inside = ", ".join(f"{name}={value!r}" for name, value in self.items())
-        return f"{self._title()}({inside})"
+        return _SHORT.repr(self)
 
     def _title(self) -> str:
         return type(self).__qualname__
@@ -488,6 +504,9 @@ class _OwnConfig(Protocol):
 
 class Configurable(metaclass=_FrozenOnceBuilt):
     """A class whose objects are built from its nested `Config`."""
+
+    def __repr__(self) -> str:
+        return repr(self.config).replace(".Config(", "(", 1)
 
     @config_class
     class Config(InstantiableConfig[Any]):

@@ -1,14 +1,13 @@
 """Runs compared: lines of their configs, metrics at the same steps, and plots."""
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 
 from moelib.core.config_text import text_lines
 from moelib.core.errors import UserError
-from moelib.operations.curves import RunMetrics
+from moelib.runs.figure import figure_of_runs
 from moelib.runs.folder import RunFolder
-from moelib.runs.metrics_file import MetricsReader, read_metrics
+from moelib.runs.metrics_file import read_metrics
 from moelib.runtime.figures import save_figure
 from moelib.runtime.storage import read_text
 from moelib.runtime.table import Table
@@ -106,42 +105,9 @@ def comparison_tables(
 
 
 def plot_runs(image: str, runs: Sequence[str], names: Sequence[str]) -> None:
-    """Writes a picture of metrics over steps; an SVG has the same bytes every time.
-
-    Metrics with the same last part of their names, such as `mean_loss` and `validation/loss`, share
-    a panel. A line is the mean of neighboring steps, in a band from their least to their largest
-    value.
-
-    Args:
-        image: Path of the picture, whose ending gives the format.
-        runs: Folders of the runs.
-        names: Names of the metrics.
+    """Writes the figure of `figure_of_runs`, in the format of the path's ending.
 
     Raises:
         UserError: If no run has a metric.
     """
-    from matplotlib.figure import Figure
-
-    curves = {run: RunMetrics(MetricsReader(run, names)) for run in runs}
-    for each in curves.values():
-        each.update()
-    panels: dict[str, list[str]] = {}
-    for name in names:
-        if not any(name in each.curves for each in curves.values()):
-            raise UserError(f"--metrics={name}: none of the runs has this metric.")
-        panels.setdefault(re.sub(r".*/|^mean_", "", name), []).append(name)
-    figure = Figure(figsize=(7, 0.6 + 3 * len(panels)), layout="constrained")
-    grid = figure.subplots(len(panels), squeeze=False)[:, 0]
-    for axes, (title, group) in zip(grid, panels.items(), strict=True):
-        for i, (run, each) in enumerate(curves.items()):
-            for style, name in zip(("-", "--", "-.", ":") * len(group), group, strict=False):
-                points = each.curves[name].points() if name in each.curves else []
-                steps, mean, least, most = zip(*points, strict=True) if points else [()] * 4
-                label = name if len(runs) == 1 else f"{run}: {name}"
-                marker = "o" if len(points) <= 30 else None
-                axes.plot(steps, mean, style, color=f"C{i}", marker=marker, ms=3, label=label)
-                axes.fill_between(steps, least, most, color=f"C{i}", alpha=0.2, lw=0)
-        axes.set(xlabel="step", ylabel=title)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
-    save_figure(figure, image)
+    save_figure(figure_of_runs(runs, names), image)

@@ -11,7 +11,7 @@ from typing import Any
 
 from moelib.checkpoint.contents import RECORD_FILE, list_checkpoints, list_lost
 from moelib.core.errors import UserError
-from moelib.operations.curves import RunMetrics
+from moelib.runs.curves import RunMetrics
 from moelib.runs.folder import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, RunFolder
 from moelib.runs.metrics_file import MetricsReader
 from moelib.runtime import storage

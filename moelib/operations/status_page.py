@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from moelib.checkpoint.contents import list_checkpoints
-from moelib.operations.curves import RunMetrics
 from moelib.operations.runs import VALIDATION, describe_run, find_runs, runs_table, seconds_left
+from moelib.runs.curves import RunMetrics
 from moelib.runs.folder import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, SAMPLE, RunFolder
 from moelib.runs.metrics_file import MetricsReader
 from moelib.runtime import storage

@@ -121,6 +121,10 @@ class Plan:
     budget: float | None = None  # Dollars of the whole run.
     compiled: tuple[CompiledStep, ...] = ()
 
+    def __repr__(self) -> str:
+        best = "".join(f", best {row[1]} {row[2]}" for row in self.table(1).rows)
+        return f"Plan({self.name}, {len(self.rows)} meshes{best})"
+
     def table(self, max_rows: int = 20) -> Table:
         """Returns the best rows as a table."""
         shown = self.rows[:max_rows]

@@ -44,20 +44,24 @@ class LoadedModel:
     """A trained model with its tokenizer, to generate with or to evaluate."""
 
     folder: str  # Folder of the run or of the Hugging Face model.
-    model: CausalLM
-    parameters: Nested  # Sharded over `mesh`.
+    model: CausalLM = dataclasses.field(repr=False)
+    parameters: Nested = dataclasses.field(repr=False)  # Sharded over `mesh`.
     # Has the ids of BOS (`bos_id`, may be None) and of end of text (`eos_id`). None only with
     # `require_tokenizer=False`.
     tokenizer: Tokenizer
     stop_ids: Sequence[int]  # Ids of all tokens that end a text.
-    config: Any  # Config of the run's trainer; None for a Hugging Face folder.
+    config: Any = dataclasses.field(
+        repr=False
+    )  # Config of the run's trainer; None for a Hugging Face folder.
     step: int | None  # Training step of the parameters; None for a Hugging Face folder.
     max_length: int | None  # Longest sequence in training, in tokens; None if unknown.
     dtype: str | None  # Dtype that parameters were cast to; None if they were not.
     mesh: Mesh | None  # Devices that hold the parameters; None for the first device.
-    record: CheckpointRecord | None = None  # Record of the checkpoint that `config` is from.
+    record: CheckpointRecord | None = dataclasses.field(
+        default=None, repr=False
+    )  # Record of the checkpoint that `config` is from.
     # Other arguments of `load_model`, for steps with another config.
-    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     @contextlib.contextmanager
     def on_mesh(self) -> Iterator[None]:

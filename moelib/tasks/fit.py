@@ -3,17 +3,21 @@
 import dataclasses
 import numbers
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from moelib.core.config import REQUIRED
 from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
+from moelib.runs.figure import figure_of_runs
 from moelib.runs.phases import END_OF_PHASE, OtherPhase
 from moelib.tasks.run import Examples, check_arguments, task_trainer_config
 from moelib.tasks.task import Task
 from moelib.train.trainer import SpmdTrainer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +34,25 @@ class FitResult:
     params: Any = None  # Trained parameters of a task, in its own tree; None for other models.
     # Step of the checkpoint with the best `checkpointer.best_metric`; None without such a metric.
     best_step: int | None = None
+
+    def __repr__(self) -> str:
+        scores = {name: x["loss"] for name, x in self.evaluations.items() if "loss" in x}
+        shown = {"loss": self.metrics.get("loss"), **{f"{k}/loss": v for k, v in scores.items()}}
+        losses = "".join(f", {k}={v:.4f}" for k, v in shown.items() if v is not None)
+        why = f", stopped_by={self.stopped_by!r}" if self.stopped_by else ""
+        return f"FitResult(step={self.step}{losses}, trainer_dir={self.trainer_dir!r}{why})"
+
+    def plot(self, *names: str) -> "Figure":
+        """Returns a figure of metrics by step, which a notebook shows.
+
+        Args:
+            names: Metrics of metrics.jsonl; by default the losses of training and evaluations.
+
+        Raises:
+            UserError: If the run has no such metric.
+        """
+        losses = ["mean_loss", *(f"{name}/loss" for name in self.evaluations)]
+        return figure_of_runs([self.trainer_dir], names or losses)
 
 
 def fit(

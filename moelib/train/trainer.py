@@ -5,7 +5,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import jax
@@ -25,6 +25,7 @@ from moelib.core.config import (
     maybe_instantiate,
 )
 from moelib.core.config_types import NonNegativeInt, PositiveFloat, PositiveInt
+from moelib.core.metrics import Scalars
 from moelib.core.module import Module
 from moelib.core.tree import Nested
 from moelib.data.batches.input import BatchIterator, Input
@@ -48,11 +49,12 @@ from moelib.runtime.distributed import check_job
 from moelib.runtime.processes import agreed, on_process_0
 from moelib.train import state as state_lib
 from moelib.train.evaler import SpmdEvaler
-from moelib.train.failures import MAX_RETURNS, no_progress_error
+from moelib.train.failures import MAX_RETURNS, no_progress_error, non_finite_error
 from moelib.train.init_from import InitFrom
 from moelib.train.kernel_check import replaced_kernels
 from moelib.train.loop import TrainLoop
 from moelib.train.memory import check_memory
+from moelib.train.metrics import NON_FINITE, language_metrics, unpack
 from moelib.train.phase_check import check_data, check_phases
 from moelib.train.program import StepProgram
 from moelib.train.readable import check_readable
@@ -204,6 +206,7 @@ class SpmdTrainer(StepProgram):
         self._file_sums: dict[str, str] = {}  # SHA-256 of the tokenizer's files, when written.
         self._is_of_restored_phase = False  # Whether the phase is that of a state already seen.
         self.step = 0  # Steps taken, known without waiting for the devices.
+        self._position_after: dict[str, Any] | None = None  # After the newest of `batches`.
         # By name: those of single fields, then those of `watchers`.
         self.watchers: Mapping[str, Watcher] = {
             name: watcher.instantiate() for name, watcher in watchers_of(cfg).items()
@@ -406,6 +409,35 @@ class SpmdTrainer(StepProgram):
         self.input_state = input_state
         self.step += 1
         return metrics
+
+    def batches(self) -> Iterator[Any]:
+        """Yields batches for `train_step` from the current position in the data, for a loop of one.
+
+            trainer = cfg.instantiate(parent=None)
+            trainer.init()
+            for batch in trainer.batches():
+                metrics = trainer.train_step(batch)
+                if trainer.step == 100:
+                    break
+
+        Watchers, evaluations, logs and checkpoints are of `run`.
+        """
+        with self.open_input(Start(self.step, self.input_state)) as feed:
+            for batch in feed:
+                self._position_after = feed.state()
+                yield batch
+
+    def train_step(self, batch: Any) -> Scalars:
+        """Takes a step on a batch of `batches`, and returns its metrics by name.
+
+        Raises:
+            NonFiniteError: If the loss or the parameters are not finite, and `stop_on_nan` is set.
+        """
+        with self.on_mesh():
+            scalars = unpack(self.run_step(batch, input_state=self._position_after))
+        if scalars[NON_FINITE] and self.config.stop_on_nan:
+            raise non_finite_error(self.step, scalars, self.saver)
+        return scalars | (language_metrics(scalars) if self.model.is_language_model else {})
 
     def run(self, prng_key: jax.Array | int | None = None) -> dict[str, Any]:
         """Trains up to `max_step`, from the newest checkpoint if there is one.

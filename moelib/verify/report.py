@@ -23,6 +23,9 @@ class Report:
     outcomes: list[Outcome] = dataclasses.field(default_factory=list)  # In order.
     seconds: float = 0.0  # Duration of all checks.
 
+    def __repr__(self) -> str:
+        return f"Report({self.name}, {self.status.value}: {self.lines()[-1]})"
+
     @property
     def status(self) -> Status:
         """FAILED if a check failed; SKIPPED if no mesh, or not every requested one, was checked."""

@@ -9,12 +9,15 @@ import pytest
 
 import moelib
 from docs.generate import ROOT
+from moelib.core.errors import UserError
 from moelib.evaluation.report import Result
 from moelib.inference.generate import Completion
 from moelib.launch import load_config
+from moelib.planning.report.step_report import StepReport
 from moelib.runs.loading import LoadedModel
 from moelib.runtime.table import print_table
 from moelib.tasks.fit import FitResult
+from moelib.verify.report import Report
 from tests.docs import metric_names
 from tests.evaluation import folders
 
@@ -72,6 +75,39 @@ def test_plan(trainer_config, capsys):
     print(best.candidate.mesh, best.seconds, best.mfu, best.fits)
     # --8<-- [end:plan]
     assert capsys.readouterr().out.endswith("True\n")
+
+
+def test_representations_are_short_and_say_what_differs(trainer_config, trainer_dir):
+    result = moelib.fit(trainer_config, trainer_dir=trainer_dir)
+    model = moelib.load_model(trainer_dir)
+    trainer = trainer_config.clone(dir=trainer_dir).instantiate(parent=None)
+    shown = {
+        "FitResult": result,
+        "LoadedModel": model,
+        "CausalLM": model.model,
+        "SpmdTrainer": trainer,
+        "SpmdTrainer.Config": trainer_config,
+        "Plan": moelib.plan(trainer_config, ["v6e:2x2"]),
+        "Trace": moelib.trace(model, "document number"),
+        "Completion": next(moelib.generate(model, ["document"], max_new_tokens=4)),
+        "Report": Report("small", 8, [], ["fsdp=8"]),
+        "StepReport": StepReport("small", "v6e:2x2", {"fsdp": 4}, {}),
+    }
+    for name, value in shown.items():
+        assert re.match(rf"{re.escape(name)}\([^\n]{{10,1000}}\)$", repr(value)), repr(value)
+    assert f"step=2, validation/loss={result.evaluations['validation']['loss']:.4f}" in repr(result)
+    assert "global_batch_size=8" in repr(trainer_config)
+    assert "watchdog_timeout_seconds" not in repr(trainer_config)
+
+
+def test_a_result_is_plotted(trainer_config, trainer_dir):
+    result = moelib.fit(trainer_config, trainer_dir=trainer_dir)
+    (losses,) = result.plot().axes
+    assert [line.get_label() for line in losses.lines] == ["mean_loss", "validation/loss"]
+    assert losses.lines[1].get_ydata()[-1] == result.evaluations["validation"]["loss"]
+    assert result.plot("gradient_norm")._repr_png_().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match="nothing"):
+        result.plot("nothing")
 
 
 def test_every_metric_of_a_run_is_on_the_page(trainer_dir):

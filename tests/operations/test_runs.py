@@ -6,8 +6,8 @@ import pytest
 
 from moelib.checkpoint.contents import CheckpointRecord, RunRecord
 from moelib.core.errors import UserError
-from moelib.operations.curves import RunMetrics
 from moelib.operations.runs import list_runs, runs_table, seconds_left
+from moelib.runs.curves import RunMetrics
 from moelib.runs.folder import RunFolder
 from moelib.runs.metrics_file import MetricsReader
 from moelib.runtime.lock import directory_lock

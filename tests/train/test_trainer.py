@@ -58,6 +58,43 @@ def unbroken(tmp_path_factory):
     return directory, trainer, out
 
 
+def own_loop(trainer, last_step):
+    """Returns the loss of each step up to one."""
+    losses = {}
+    # --8<-- [start:loop]
+    for batch in trainer.batches():
+        metrics = trainer.train_step(batch)
+        losses[trainer.step] = metrics["loss"]
+        if trainer.step == last_step:
+            break
+    # --8<-- [end:loop]
+    return losses
+
+
+def test_a_loop_of_ones_own_takes_the_steps_of_a_run(unbroken, tmp_path):
+    cfg = tiny.trainer_config(tmp_path)
+    trainer = cfg.instantiate(parent=None)
+    trainer.init()
+    losses = own_loop(trainer, 5)
+    trainer.save_checkpoint()
+    trainer.saver.wait()
+    trainer = cfg.instantiate(parent=None)
+    assert trainer.restore_checkpoint() == 5
+    losses |= own_loop(trainer, 8)
+    assert losses == tiny.losses(unbroken[0])
+    states = (trainer.trainer_state, unbroken[1].trainer_state)
+    jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+def test_a_loop_of_ones_own_ends_at_a_loss_that_is_not_finite(tmp_path):
+    cfg = tiny.trainer_config(tmp_path)
+    cfg.model.nan_at = 2
+    trainer = cfg.instantiate(parent=None)
+    trainer.init()
+    with pytest.raises(NonFiniteError, match="step 2: the loss is nan"):
+        own_loop(trainer, 8)
+
+
 def test_run_that_fails_resumes_from_its_last_local_checkpoint(unbroken, tmp_path, caplog):
     cfg = tiny.trainer_config(tmp_path / "run", save_every=4)
     cfg.checkpointer.set(local_dir=str(tmp_path / "local"), local_every_n_steps=3)

@@ -83,6 +83,10 @@ class StepReport:
     waits: Sequence[Row] = ()  # Seconds that the played step waits for collectives, by source.
     busy: Sequence[Row] = ()  # Seconds in which the links along mesh axes carry bytes.
 
+    def __repr__(self) -> str:
+        where, found = f"{self.name} on {self.topology}", f"{len(self.findings)} findings"
+        return f"StepReport({where}, mesh {dict(self.mesh)}, {found})"
+
     def to_json(self) -> dict[str, Any]:
         """Returns the report as JSON values."""
         return json.loads(json.dumps(dataclasses.asdict(self)))

@@ -7,7 +7,7 @@ import math
 import jax
 import pytest
 
-from experiments import gpt_oss, llama
+from experiments import gpt_oss, llama, open_models
 from moelib.layers.exchange import Exchange
 from moelib.layers.mixers.gated_delta_net import GatedDeltaNet
 from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
@@ -504,3 +504,28 @@ def test_exchanges_are_those_of_the_layers():
     attention = Exchange(keys=2 * 2 * 8, queries=2 * 4 * 8, window=16)
     delta_net = Exchange(heads=2 * (2 * 8 + 4 * 16), heads_in_float32=2 * 4)
     assert dict(read_workload(cfg).exchanges) == {attention: 1, delta_net: 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [
+        ("qwen3-next-80b-a3b", {"all-to-all": 145.94}),
+        ("granite-4.0-h-tiny", {"all-to-all": 73.31, "all-gather": 8.37}),
+    ],
+)
+def test_layers_with_a_state_exchange_as_much_as_compiled(name, compiled):
+    # Compiled for v6e:2x2: two layers of each, with 16 experts and 16,384 tokens of vocabulary.
+    cfg = open_models.named_trainer_configs()[name]()
+    decoder = cfg.model.decoder
+    decoder.set(block=decoder.block[:1], num_layers=2)
+    decoder.block[0].feed_forward.num_experts = 16
+    for part in (cfg.model, cfg.input, cfg.evalers["validation"].input):
+        part.vocab_size = 16_384
+    cfg.input.global_batch_size = 1
+    cfg.mesh_shape = mesh_shape_from_axes(seq=4)
+    work = read_workload(cfg)
+    each = current_candidate(cfg, work, describe("v6e:2x2"))
+    found = Estimator(work, rules_of(cfg), {})(each).collectives
+    for kind, size in compiled.items():
+        assert found[kind] / MIB == pytest.approx(size, rel=0.05)

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from moelib.operations.curves import Curve, RunMetrics
+from moelib.runs.curves import Curve, RunMetrics
 from moelib.runs.metrics_file import MetricsReader
 
 
