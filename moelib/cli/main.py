@@ -16,6 +16,7 @@ COMMANDS = {
     "quickstart": ("moelib.cli.quickstart", "Train a small model on text of this machine."),
     "train": ("moelib.cli.train", "Train a named config, or resume its run."),
     "finetune": ("moelib.cli.finetune", "Fine-tune a Hugging Face model, by adapters or in full."),
+    "sweep": ("moelib.cli.sweep", "Train a config with several values, and compare."),
     "launch": ("moelib.cli.launch", "Train in several processes, here or on a cluster."),
     "drill": ("moelib.cli.drill", "Break runs of a config, and check that they recover."),
     "runs": ("moelib.cli.runs", "List, compare, plot or serve runs."),
