@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import sys
+import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -116,6 +117,8 @@ class DeviceFlags:
                 before_devices()
         if self.jax_backend is not None:
             platforms.check_backend(self.jax_backend)
+        elif os.environ.get("JAX_PLATFORMS"):
+            platforms.check_devices(f"JAX_PLATFORMS={os.environ['JAX_PLATFORMS']}")
 
 
 MODEL_SHARDS = "Devices for tensor parallelism, with --mesh=auto."
@@ -251,11 +254,12 @@ def import_module(name: str) -> types.ModuleType:
     """Returns the module `name`, or else `experiments.<name>`; the current folder is searched too.
 
     The experiments of an installed moelib are found under the same names. An error inside the
-    module is raised unchanged, except for its syntax. Config files may then name the code of its
-    package.
+    module is raised unchanged, except for its syntax and a package that is missing. Config files
+    may then name the code of its package.
 
     Raises:
-        UsageError: If it is the path of a file, there is no such module, or it is no Python.
+        UsageError: If it is the path of a file, there is no such module, it is no Python, or a
+            package that it imports is missing.
     """
     if name.endswith(".py") or not all(map(str.isidentifier, name.split("."))):
         module = name.removesuffix(".py").strip("./").replace(os.sep, ".")
@@ -272,6 +276,12 @@ def import_module(name: str) -> types.ModuleType:
         except SyntaxError as error:
             where = f"{error.filename}:{error.lineno}"
             raise UsageError(f"--module={name}: {where}: {error.msg}; correct it.") from error
+        except ModuleNotFoundError as error:
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            raise UsageError(
+                f"--module={name}: {at.filename}:{at.lineno} imports {error.name!r}, which is not "
+                "installed here; install it, or correct the name."
+            ) from error
         trusted_code.allow_module(module)
         return module
     raise UsageError(

@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 from absl import flags as absl_flags
 
 from moelib.core.config import did_you_mean
-from moelib.core.config_types import cut
+from moelib.core.config_types import cut, similar_names
 from moelib.core.errors import UsageError, UserError, masked
 from moelib.core.trusted_code import is_of_the_user
 
@@ -135,10 +135,12 @@ def parse_flags[T](cls: type[T], arguments: Sequence[str]) -> tuple[T, list[str]
     try:
         rest = values(["", *arguments])[1:]
     except absl_flags.UnrecognizedFlagError as error:
-        advice = did_you_mean(f"--{error.flagname}", [f"--{info.name}" for info in infos])
-        if any(info.name == "set" for info in infos):
-            advice += f" A field of the config is set by --set, such as --set={error.flagname}=..."
-        raise UsageError(f"unknown flag '--{error.flagname}'; {advice}") from None
+        name, names = error.flagname, [info.name for info in infos]
+        near = " or ".join(f"'--{each}'" for each in similar_names(name, names))
+        advice = f"did you mean {near}?" if near else "--help shows all flags."
+        if "set" in names:
+            advice += f" A field of the config is set by --set, such as --set={name}=..."
+        raise UsageError(f"unknown flag '--{name}'; {advice}") from None
     except absl_flags.Error as error:
         text = re.sub("invalid literal .*|could not convert .*", "write a number.", str(error))
         raise UsageError(text) from None

@@ -82,18 +82,27 @@ def check_backend(name: str) -> None:
     Raises:
         UsageError: If JAX finds none; the message has the reason and the package to install.
     """
-    import jax
-
     if not any(importlib.util.find_spec(plugin) for plugin in _PLUGINS[name]):
         raise UsageError(
             f"--jax_backend={name}: JAX's plugin for it is not installed; "
             f"pip install 'moelib[{name}]', or leave the flag unset to use what is found."
         )
+    check_devices(f"--jax_backend={name}")
+
+
+def check_devices(setting: str) -> None:
+    """Opens the devices that a setting, such as "--jax_backend=gpu", selects.
+
+    Raises:
+        UsageError: If JAX finds none; the message has the reason.
+    """
+    import jax
+
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:
         reason = (str(error).splitlines() or ["JAX cannot load its plugin"])[0]
         raise UsageError(
-            f"--jax_backend={name}: no {name.upper()} can be used on this machine ({reason}); "
-            "check its driver, or leave the flag unset to use what is found."
+            f"{setting}: no such device can be used on this machine ({reason}); check its driver, "
+            "or leave it unset to use what is found."
         ) from error

@@ -32,7 +32,7 @@ def _in_an_empty_folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch)
     [
         (
             "train --modle=x",
-            "unknown flag '--modle'; did you mean '--module' or '--mesh' or '--model_shards'?",
+            "unknown flag '--modle'; did you mean '--module'?",
         ),
         (
             f"config {TINY} --set model.decoder.block[0].feed_forward.num_expert=8",

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from moelib.core.errors import UsageError
+from moelib.launch import DeviceFlags
 from moelib.runtime import memory_maps
 from moelib.runtime.accelerators import ACCELERATORS, peak_flops_per_second
 from moelib.runtime.platforms import check_backend, has_tpu, use_most_gpu_memory
@@ -30,9 +31,19 @@ def test_a_missing_device_is_one_line_with_the_reason(monkeypatch, error, reason
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda plugin: object())
     monkeypatch.setattr(jax, "devices", devices)
-    with pytest.raises(UsageError, match=rf"--jax_backend=gpu:.*GPU.*{reason}") as raised:
+    with pytest.raises(UsageError, match=rf"--jax_backend=gpu: no such device.*{reason}") as raised:
         check_backend("gpu")
     assert "\n" not in str(raised.value)
+
+
+def test_a_platform_of_the_environment_that_is_absent_is_named(monkeypatch):
+    def devices():
+        raise AssertionError
+
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setattr(jax, "devices", devices)
+    with pytest.raises(UsageError, match="JAX_PLATFORMS=cuda: no such device"):
+        DeviceFlags().set_up()
 
 
 def test_settings_of_a_cloud_show_a_tpu(monkeypatch):
