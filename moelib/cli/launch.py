@@ -101,7 +101,7 @@ def job_config(flags: Flags) -> Any:
     return cfg.set(arguments=["train", *arguments])
 
 
-def train_arguments(flags: Flags) -> list[str]:
+def train_arguments(flags: launch.TrainFlags) -> list[str]:
     """Returns the flags of `moelib train` that each process of a job gets."""
     arguments = []
     for info in describe_flags(launch.TrainFlags):
