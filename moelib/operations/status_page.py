@@ -47,6 +47,22 @@ _CHARTS = (
     ("Lost time", "seconds since the first start", r"time_lost/\w+"),
     *((title, _PER_LAYER, rf".*[^/]/{name}(?:/\d+)?") for name, title, _ in EXPERT_HEALTH),
 )
+# Charts whose first steps would leave no height to the others: their values set no range.
+_FALLING = ("Loss", "Gradient norm")
+_WORDS = {"mean_loss": "training", "mfu": "MFU", "tokens_per_second": "tokens"}
+# (title, regex of a field) of the lines of the config that are shown.
+_SETTINGS = (
+    ("batch, sequences", r"input\.global_batch_size"),
+    ("sequence, tokens", r"input\.seq_len"),
+    ("data", r"input\.source\.path"),
+    ("learning rate", r"learner\..*\b(?:peak_lr|learning_rate)"),
+    ("model width", r"model\.dim"),
+    ("layers", r"model\.decoder\.num_layers"),
+    ("experts", r"model\.decoder\..*\bnum_experts"),
+    ("experts per token", r"model\.decoder\..*\bnum_experts_per_token"),
+    ("dtype", r"train_dtype"),
+    ("mesh", r"mesh_shape"),
+)
 _NAMES = "|".join([*(names for _, _, names in _CHARTS), "step_seconds", "device_memory_gb"])
 _TILES = (  # (title, metric, format)
     ("loss", "mean_loss", "{:.4f}"),
@@ -143,9 +159,21 @@ def _described(path: str, metrics: RunMetrics, name: str) -> dict[str, Any]:
         "changed": _clock(run.changed),
         "tiles": shown,
         "charts": list(_charts(metrics)),
+        "settings": _settings(RunFolder(path).file(CONFIG_FILE)),
         "samples": [[str(x.get(name, "")) for name in _SAMPLE_COLUMNS] for x in samples[::-1]],
         "events": [[_clock(x.pop("time")), x.pop("event"), _fields(x)] for x in events[::-1]],
     }
+
+
+def _settings(path: str) -> list[tuple[str, str]]:
+    """Returns the titles and values of settings in a config's text."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            text = file.read()
+    except OSError:
+        return []
+    found = ((x, re.search(rf"^{field}: (.+)$", text, re.MULTILINE)) for x, field in _SETTINGS)
+    return [(title, match[1].strip("'")) for title, match in found if match]
 
 
 def _charts(metrics: RunMetrics) -> Iterator[dict[str, Any]]:
@@ -158,11 +186,19 @@ def _charts(metrics: RunMetrics) -> Iterator[dict[str, Any]]:
             label = "/".join(x for x in name.split("/") if x not in shared) or name
             size = 2 if unit == _PER_LAYER else 4  # Bands of many layers would hide each other.
             points = [[float(f"{x:.7g}") for x in point[:size]] for point in curves[name]]
-            label = f"layer {label}" if label.isdigit() else label
+            label = f"layer {label}" if label.isdigit() else _WORDS.get(label, label)
+            if unit != _PER_LAYER:
+                label = label.removesuffix("/loss").replace("_", " ")
             series.append({"name": name, "label": label, "points": points})
         if series:
             per_layer = unit == _PER_LAYER
-            yield {"title": title, "unit": unit, "per_layer": per_layer, "series": series}
+            yield {
+                "title": title,
+                "unit": unit,
+                "per_layer": per_layer,
+                "is_falling": title in _FALLING,
+                "series": series,
+            }
 
 
 def _in_order(name: str) -> list[Any]:
@@ -179,7 +215,8 @@ def _clock(seconds: Any) -> str:
 
 
 def _fields(event: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in event.items())
+    shown = {name: value for name, value in event.items() if "/" not in name}  # Without times.
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in shown.items())
 
 
 def files_of(directory: str) -> list[str]:

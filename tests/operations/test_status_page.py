@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import socket
 import threading
 import time
@@ -62,7 +63,7 @@ def test_a_run_is_shown_with_the_numbers_of_its_files(url):
     assert [x["name"] for x in charts["Loss"]] == ["mean_loss", "val/loss"]
     assert [x[:2] for x in charts["Loss"][1]["points"]] == [[10, 10], [20, 0], [30, 10]]
     assert ["loss", "2.0000"] in found["tiles"]
-    assert [x[1:] for x in found["events"]] == [["start", "num_processes 2"]]
+    assert [x[1:] for x in found["events"]] == [["start", "num processes 2"]]
     assert found["samples"] == [["20", "Once", " <b>upon</b>"]]
     assert found["files"] == ["config.txt", "events.jsonl", "metrics.jsonl", "process_0.log"]
 
@@ -249,6 +250,16 @@ def test_a_browser_draws_the_metrics_and_their_updates(tmp_path):
         page.wait_for(f"{_POINTS.format('mean_loss')}.length === 4")
         assert page.value(_POINTS.format("mean_loss"))[-1] == [40, 1.25]
         assert "step 40 of 50" in page.value("document.querySelector('#steps').textContent")
+        write_run(tmp_path / "other", config="input.seq_len: 64\n")
+        page.show(url)
+        page.wait_for("document.querySelectorAll('input').length === 2")
+        page.value("document.querySelectorAll('input').forEach(x => x.click())")
+        page.value("document.querySelector('button').click()")
+        page.wait_for("document.querySelectorAll('[data-metric=mean_loss]').length === 2")
+        text = page.value("document.querySelector('main').textContent")
+        assert "other: training" in text
+        assert "sequence, tokens64" in text
+        shutil.rmtree(tmp_path / "other")
         for width in (1300, 390):
             page.show(url, width)
             page.wait_for("document.querySelector('svg') !== null")
