@@ -270,24 +270,28 @@ def import_module(name: str) -> types.ModuleType:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     own = f"experiments.{name}"
-    if found := find_module(name) or find_module(own):
-        try:
-            module = importlib.import_module(found)
-        except SyntaxError as error:
-            where = f"{error.filename}:{error.lineno}"
-            raise UsageError(f"--module={name}: {where}: {error.msg}; correct it.") from error
-        except ModuleNotFoundError as error:
-            at = traceback.extract_tb(error.__traceback__)[-1]
-            raise UsageError(
-                f"--module={name}: {at.filename}:{at.lineno} imports {error.name!r}, which is not "
-                "installed here; install it, or correct the name."
-            ) from error
-        trusted_code.allow_module(module)
-        return module
-    raise UsageError(
-        f"--module={name}: there is no module {name!r} or {own!r}, neither installed nor in "
-        f"{os.getcwd()}; change to the folder that contains it."
-    )
+    try:  # Packages around a module are imported to find it.
+        found = find_module(name) or find_module(own)
+        module = None if found is None else importlib.import_module(found)
+    except SyntaxError as error:
+        where = f"{error.filename}:{error.lineno}"
+        raise UsageError(f"--module={name}: {where}: {error.msg}; correct it.") from error
+    except ModuleNotFoundError as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        of_user = [each for each in frames[1:] if "importlib" not in each.filename]
+        if error.name is None or not of_user:
+            raise
+        raise UsageError(
+            f"--module={name}: {of_user[-1].filename}:{of_user[-1].lineno} imports {error.name!r}, "
+            "which is not installed here; install it, or correct the name."
+        ) from error
+    if module is None:
+        raise UsageError(
+            f"--module={name}: there is no module {name!r} or {own!r}, neither installed nor in "
+            f"{os.getcwd()}; change to the folder that contains it."
+        )
+    trusted_code.allow_module(module)
+    return module
 
 
 def load_config(

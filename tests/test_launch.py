@@ -175,8 +175,16 @@ def test_error_inside_an_experiment_is_raised_as_it_is(folder, name, text, error
 
 def test_a_package_that_a_module_lacks_is_named_with_the_line(folder):
     write(folder, "broken_import", "\nimport no_such_package_anywhere")
+    (folder / "pack").mkdir()
+    write(folder / "pack", "__init__", "import importlib\nimportlib.import_module('absent')")
+    write(folder / "pack", "configs", "")
+    write(folder, "says_more", "raise ModuleNotFoundError('pip install more')")
     with pytest.raises(UsageError, match=r"broken_import\.py:2 imports 'no_such_package_anywhere'"):
         launch.import_module("broken_import")
+    with pytest.raises(UsageError, match=r"__init__\.py:2 imports 'absent'"):
+        launch.import_module("pack.configs")
+    with pytest.raises(ModuleNotFoundError, match="pip install more"):
+        launch.import_module("says_more")
 
 
 def test_a_module_that_is_no_python_is_named_with_its_line(folder):

@@ -11,9 +11,11 @@ import dataclasses
 import itertools
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from moelib import launch
 from moelib.cli.launch import train_arguments
@@ -27,27 +29,80 @@ Flags = launch.TrainFlags
 PICTURE = "sweep.svg"
 
 
+_OF_A_JOB = ("num_processes", "process_id", "distributed_coordinator")
+_STOPPED = 75  # Status of a `moelib train` that SIGTERM ended.
+
+
 def run(flags: Flags, arguments: Sequence[str]) -> None:
     """Trains all runs, and shows them. Exits with status 1 if one has failed."""
     no_arguments(arguments, Flags)
     if not flags.trainer_dir:
         raise UsageError("--trainer_dir is required: the folder that the runs write to.")
-    storage.require_local("the folder of a sweep", flags.trainer_dir, "copy the runs afterwards")
-    runs = [
-        dataclasses.replace(flags, set=sets, trainer_dir=os.path.join(flags.trainer_dir, name))
-        for name, sets in trials(flags.set).items()
-    ]
-    for each in runs:  # Errors of all runs are found before the first one trains.
-        launch.check_data_dir(each.load())
+    for name in _OF_A_JOB:
+        if getattr(flags, name) is not None:
+            raise UsageError(f"--{name}: a sweep trains in one process at a time; leave it unset.")
+    folder = storage.absolute(flags.trainer_dir)
+    storage.require_local("the folder of a sweep", folder, "copy the runs afterwards")
+    runs = [_flags_of(flags, name, sets) for name, sets in trials(flags.set).items()]
+    _check(runs)
     failed = []
     for i, each in enumerate(runs):
         print(f"Run {i + 1} of {len(runs)}: {each.trainer_dir}", file=sys.stderr, flush=True)
-        if subprocess.call([sys.executable, "-m", "moelib", "train", *train_arguments(each)]):
+        status, is_stopped = _train([*train_arguments(each), f"--stopped_status={_STOPPED}"])
+        if is_stopped or status == _STOPPED:
+            print("Stopped; the same command goes on.", file=sys.stderr)
+            sys.exit(flags.stopped_status)
+        if status:
             failed.append(str(each.trainer_dir))
     _show(flags.trainer_dir, [str(each.trainer_dir) for each in runs])
     if failed:
         print(f"Failed: {', '.join(failed)}; the same command tries them again.", file=sys.stderr)
         sys.exit(1)
+
+
+def _flags_of(flags: Flags, name: str, sets: tuple[str, ...]) -> Flags:
+    """Returns the flags of a run, with a folder of its own."""
+    dump = None if flags.dump is None else os.path.join(flags.dump, name)
+    path = os.path.join(flags.trainer_dir or "", name)
+    return dataclasses.replace(flags, set=sets, trainer_dir=path, dump=dump)
+
+
+def _check(runs: Sequence[Flags]) -> None:
+    """Finds the errors of all configs before the first one trains, and those that are equal."""
+    names: dict[str, Any] = {}
+    for each in runs:
+        cfg = each.load()
+        launch.check_data_dir(cfg)
+        cfg.instantiate(parent=None)
+        text = cfg.clone(dir="").debug_string()
+        if text in names:
+            raise UsageError(
+                f"--set: {names[text]} and {each.trainer_dir} have the same config; another flag "
+                "sets the field, or two values are equal."
+            )
+        names[text] = each.trainer_dir
+
+
+def _train(arguments: Sequence[str]) -> tuple[int, bool]:
+    """Returns the exit status of a `moelib train`, and whether a signal asked this process to end.
+
+    The run saves a checkpoint then. Ctrl+C reaches it by itself.
+    """
+    process = subprocess.Popen([sys.executable, "-m", "moelib", "train", *arguments])
+    asked: list[int] = []
+
+    def on_signal(number: int, frame: object) -> None:
+        del frame
+        asked.append(number)
+        if number == signal.SIGTERM:
+            process.terminate()
+
+    before = {each: signal.signal(each, on_signal) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return process.wait(), bool(asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def trials(sets: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
@@ -58,6 +113,10 @@ def trials(sets: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
     """
     choices = [[(path, value) for value in _values(path, text)] for path, text in map(_split, sets)]
     varied = [path for path, *_ in (found[0] for found in choices if len(found) > 1)]
+    paths = [found[0][0] for found in choices]
+    for path in varied:
+        if paths.count(path) > 1:
+            raise UsageError(f"--set={path}=...: it is set twice; give all its values at once.")
     if not varied:
         raise UsageError("--set: no field has several values; separate them by commas.")
     names = {path: _short(path, varied) for path in varied}
@@ -110,7 +169,7 @@ def _show(folder: str, runs: Sequence[str]) -> None:
     from moelib.operations.compare import plot_runs
     from moelib.operations.runs import find_runs, list_runs, runs_table
 
-    begun = [each for each in runs if each in find_runs(each)]
+    begun = [each for each in runs if os.path.isdir(each) and each in find_runs(each)]
     if not begun:
         return
     found = list_runs(begun)

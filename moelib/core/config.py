@@ -506,7 +506,8 @@ class Configurable(metaclass=_FrozenOnceBuilt):
     """A class whose objects are built from its nested `Config`."""
 
     def __repr__(self) -> str:
-        return repr(self.config).replace(".Config(", "(", 1)
+        cfg = self.__dict__.get("_config")  # None in an `__init__` that has not set it.
+        return object.__repr__(self) if cfg is None else repr(cfg).replace(".Config(", "(", 1)
 
     @config_class
     class Config(InstantiableConfig[Any]):

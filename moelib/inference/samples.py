@@ -1,5 +1,6 @@
 """Samples: what a model writes after fixed prompts while it trains."""
 
+import dataclasses
 import json
 import logging
 from typing import Any
@@ -12,6 +13,7 @@ from moelib.data.batches.input import load_tokenizer
 from moelib.inference.generate import Settings, generate_tokens, limit_of
 from moelib.inference.text import text_of
 from moelib.runs.folder import SAMPLE
+from moelib.runs.loading import stop_ids_of_model
 from moelib.train.settings import completed
 from moelib.train.watcher import Watcher
 
@@ -21,7 +23,7 @@ _SHOWN = 120  # Characters of a sample in the terminal.
 
 
 class Samples(Watcher):
-    """Continues prompts every N steps and at the end; prints the texts, and logs them as events.
+    """Continues prompts every N steps and after the last; the texts are printed, and logged.
 
     The status page shows the newest. Training is the same with and without samples.
     """
@@ -54,7 +56,6 @@ class Samples(Watcher):
             max_length=trainer_cfg.input.seq_len,
             temperature=cfg.temperature,
             seed=cfg.seed,
-            stop_ids=[self._tokenizer.eos_id],
             vocab_size=self._tokenizer.vocab_size,
         )
         self._ids = self._tokenizer.encode_prompts(cfg.prompts)
@@ -62,7 +63,7 @@ class Samples(Watcher):
             limit_of(i, ids, self._settings, self._tokenizer.vocab_size)
 
     def between_steps(self, step: int) -> None:
-        """Writes samples if they are due; a failure is logged, and training continues."""
+        """Writes samples if they are due; if logits are not finite, that is logged instead."""
         run = self.run
         if step % self.config.every_n_steps and step != run.last_step:
             return
@@ -79,12 +80,19 @@ class Samples(Watcher):
             run.print(f"step {step}: {line if len(line) <= _SHOWN else line[:_SHOWN] + '...'}")
 
     def _texts(self) -> list[str]:
-        model, decode, texts = self.run.model, self._tokenizer.decode, []
+        model, decode = self.run.model, self._tokenizer.decode
         specs = model.create_parameter_specs_recursively()
         params = cast_parameters(self.run.eval_params(), specs, self._dtype)
-        for ids, tokens in zip(
-            self._ids, generate_tokens(model, params, self._ids, self._settings), strict=True
-        ):
-            texts.append(text_of(tokens, ids, decode))
-            self.run.on_batch(len(texts) - 1)
-        return texts
+        stop_ids = stop_ids_of_model(self.run.folder.path, self._tokenizer, model.config.vocab_size)
+        found = generate_tokens(
+            *(model, params, self._ids),
+            dataclasses.replace(self._settings, stop_ids=stop_ids),
+            on_token=self._goes_on,
+        )
+        return [text_of(x, ids, decode) for ids, x in zip(self._ids, found, strict=True)]
+
+    def _goes_on(self, index: int, token: int) -> bool:
+        """Tells the run of a token; ends the work if it is asked to stop."""
+        del token
+        self.run.on_batch(index)
+        return False

@@ -77,7 +77,7 @@ _TILES = (  # (title, metric, format)
 _SAMPLE_COLUMNS = ("step", "prompt", "text")
 _SECONDS_PER_READ = 0.1  # Of a request, which shares the interpreter with training.
 _MAX_VIEWS = 8  # Runs whose curves are in memory.
-_NUM_EVENTS, _NUM_SAMPLES = 30, 12
+_NUM_EVENTS, _NUM_SAMPLES = 30, 30
 
 
 class StatusServer(Server):

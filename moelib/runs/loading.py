@@ -50,16 +50,14 @@ class LoadedModel:
     # `require_tokenizer=False`.
     tokenizer: Tokenizer
     stop_ids: Sequence[int]  # Ids of all tokens that end a text.
-    config: Any = dataclasses.field(
-        repr=False
-    )  # Config of the run's trainer; None for a Hugging Face folder.
+    # Config of the run's trainer; None for a Hugging Face folder.
+    config: Any = dataclasses.field(repr=False)
     step: int | None  # Training step of the parameters; None for a Hugging Face folder.
     max_length: int | None  # Longest sequence in training, in tokens; None if unknown.
     dtype: str | None  # Dtype that parameters were cast to; None if they were not.
     mesh: Mesh | None  # Devices that hold the parameters; None for the first device.
-    record: CheckpointRecord | None = dataclasses.field(
-        default=None, repr=False
-    )  # Record of the checkpoint that `config` is from.
+    # Record of the checkpoint that `config` is from.
+    record: CheckpointRecord | None = dataclasses.field(default=None, repr=False)
     # Other arguments of `load_model`, for steps with another config.
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
 

@@ -51,8 +51,8 @@ class FitResult:
         Raises:
             UserError: If the run has no such metric.
         """
-        losses = ["mean_loss", *(f"{name}/loss" for name in self.evaluations)]
-        return figure_of_runs([self.trainer_dir], names or losses)
+        evaluated = (f"{name}/loss" for name, x in self.evaluations.items() if "loss" in x)
+        return figure_of_runs([self.trainer_dir], names or ["mean_loss", *evaluated])
 
 
 def fit(

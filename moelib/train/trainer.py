@@ -1,5 +1,6 @@
 """The trainer: builds the parts of a run, restores their state, and runs them to the end."""
 
+import atexit
 import collections
 import contextlib
 import functools
@@ -25,6 +26,7 @@ from moelib.core.config import (
     maybe_instantiate,
 )
 from moelib.core.config_types import NonNegativeInt, PositiveFloat, PositiveInt
+from moelib.core.errors import UserError
 from moelib.core.metrics import Scalars
 from moelib.core.module import Module
 from moelib.core.tree import Nested
@@ -45,6 +47,7 @@ from moelib.runs.model_files import check_tokenizers, save_tokenizer
 from moelib.runs.phases import OtherPhase, Phase
 from moelib.runs.routing_file import discard_after
 from moelib.runs.summary_writer import SummaryWriter
+from moelib.runtime import storage
 from moelib.runtime.distributed import check_job
 from moelib.runtime.processes import agreed, on_process_0
 from moelib.train import state as state_lib
@@ -206,7 +209,7 @@ class SpmdTrainer(StepProgram):
         self._file_sums: dict[str, str] = {}  # SHA-256 of the tokenizer's files, when written.
         self._is_of_restored_phase = False  # Whether the phase is that of a state already seen.
         self.step = 0  # Steps taken, known without waiting for the devices.
-        self._position_after: dict[str, Any] | None = None  # After the newest of `batches`.
+        self._newest: tuple[Any, Any] = ((), None)  # Of `batches`, and the position after it.
         # By name: those of single fields, then those of `watchers`.
         self.watchers: Mapping[str, Watcher] = {
             name: watcher.instantiate() for name, watcher in watchers_of(cfg).items()
@@ -411,7 +414,7 @@ class SpmdTrainer(StepProgram):
         return metrics
 
     def batches(self) -> Iterator[Any]:
-        """Yields batches for `train_step` from the current position in the data, for a loop of one.
+        """Yields batches for `train_step` from the current position in the data: for a custom loop.
 
             trainer = cfg.instantiate(parent=None)
             trainer.init()
@@ -422,19 +425,38 @@ class SpmdTrainer(StepProgram):
 
         Watchers, evaluations, logs and checkpoints are of `run`.
         """
-        with self.open_input(Start(self.step, self.input_state)) as feed:
-            for batch in feed:
-                self._position_after = feed.state()
-                yield batch
+        cfg = self.config
+        on_process_0(lambda: storage.make_folder(cfg.dir))
+        skipped = course.ranges_to_skip(cfg, course.course_of(self.folder), self.input_state)
+        start = Start(self.step, self.input_state, skip_ranges=skipped)
+        with self.open_input(start) as feed:
+            atexit.register(feed.close)  # Of a loop that is left, before Python's modules end.
+            try:
+                while True:
+                    with self.on_mesh():
+                        batch = next(feed, None)
+                    if batch is None:
+                        return
+                    self._newest = batch, feed.state()
+                    yield batch
+            finally:
+                atexit.unregister(feed.close)
 
     def train_step(self, batch: Any) -> Scalars:
-        """Takes a step on a batch of `batches`, and returns its metrics by name.
+        """Takes a step on the newest batch of `batches`, and returns its metrics by name.
 
         Raises:
+            UserError: If it is another batch, whose position in the data is not known.
             NonFiniteError: If the loss or the parameters are not finite, and `stop_on_nan` is set.
         """
+        newest, position = self._newest
+        if batch is not newest:
+            raise UserError(
+                "batch is not the newest one of batches(); train on each as it comes, or call "
+                "run_step(batch, input_state=...) with the position to save."
+            )
         with self.on_mesh():
-            scalars = unpack(self.run_step(batch, input_state=self._position_after))
+            scalars = unpack(self.run_step(batch, input_state=position))
         if scalars[NON_FINITE] and self.config.stop_on_nan:
             raise non_finite_error(self.step, scalars, self.saver)
         return scalars | (language_metrics(scalars) if self.model.is_language_model else {})

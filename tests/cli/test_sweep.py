@@ -1,11 +1,16 @@
 """The command that trains a config with several values of its fields."""
 
+import signal
+import time
+
 import pytest
 
 from moelib.cli import sweep
 from moelib.cli.main import run
 from moelib.core.errors import UsageError
+from moelib.runs.folder import RunFolder
 from tests import tiny
+from tests.python_process import finish, start
 
 TRAIN = ["sweep", "--module=tests.cli.test_sweep", "--config=tiny"]
 
@@ -50,17 +55,47 @@ def test_there_is_a_run_for_each_combination(sets, runs):
 
 @pytest.mark.parametrize(
     ("sets", "message"),
-    [(["lr=1"], "no field has several values"), (["lr=1,1"], "two runs are lr=1")],
+    [
+        (["lr=1"], "no field has several values"),
+        (["lr=1,1"], "two runs are lr=1"),
+        (["lr=1,2", "lr=3"], "lr=...: it is set twice"),
+    ],
 )
 def test_a_sweep_of_one_run_or_of_equal_ones_is_refused(sets, message):
     with pytest.raises(UsageError, match=message):
         sweep.trials(sets)
 
 
-def test_a_wrong_value_is_refused_before_anything_trains(tmp_path, capsys):
-    assert run([*TRAIN, f"--trainer_dir={tmp_path}", "--set=prng_seed=0,x"]) == 2
-    assert "prng_seed" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--set=prng_seed=0,x"], "prng_seed"),
+        (["--set=mesh_shape=fsdp=3", "--set=input.global_batch_size=8,-1"], "global_batch_size=-1"),
+        (["--set=prng_seed=0,1", "--trainer_prng_seed=3"], "have the same config"),
+        (["--set=prng_seed=0,1", "--num_processes=2"], "one process at a time"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_trains(tmp_path, capsys, flags, message):
+    assert run([*TRAIN, f"--trainer_dir={tmp_path}", *flags]) == 2
+    assert message in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_signal_stops_the_run_with_a_checkpoint_and_the_sweep(tmp_path):
+    values = ["--set=prng_seed=0,1", "--max_step=100000"]
+    process = start("-m", "moelib", *TRAIN, f"--trainer_dir={tmp_path}", *values, devices=1)
+    first = tmp_path / "prng_seed=0"
+    end = time.monotonic() + 120
+    while not (first / "metrics.jsonl").exists() and time.monotonic() < end:
+        time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    ((_, errors),) = finish(process)
+    assert errors.endswith("Stopped; the same command goes on.\n")
+    events = [x for x in RunFolder(first).events() if x["event"] == "end"]
+    assert [x["stopped_by"] for x in events] == ["SIGTERM"]
+    assert RunFolder(first).record() is not None
+    assert not (tmp_path / "prng_seed=1").exists()
 
 
 @pytest.mark.slow

@@ -105,6 +105,24 @@ def test_a_value_that_a_field_cannot_hold_is_refused_and_changes_nothing(
     assert cfg == Outer()
 
 
+def test_a_representation_has_what_differs_from_the_defaults_on_two_levels():
+    cfg = Outer(name="x" * 100, inners=[Inner(dim=1, rate=2.0)] * 5, by_name={"a": Inner(dim=1)})
+    assert repr(cfg) == (
+        f"Outer(name='{'x' * 37}...{'x' * 38}', inners=[Inner(...), Inner(...), Inner(...), ...], "
+        "by_name={'a': Inner(...)})"
+    )
+    assert repr(Outer(inner=Inner(dim=4))) == "Outer(inner=Inner(dim=4))"
+
+
+def test_an_object_that_is_not_built_yet_has_a_representation():
+    class Broken(Configurable):
+        def __init__(self, cfg):
+            raise ValueError(f"bad {self!r}")
+
+    with pytest.raises(ValueError, match=r"bad <.*Broken object at"):
+        Broken.default_config().instantiate()
+
+
 def test_unset_required_fields_can_be_read_and_are_false():
     assert Outer().name is REQUIRED
     assert not REQUIRED

@@ -43,6 +43,7 @@ from tests import tiny
 from tests.checkpoint.small import truncate_arrays
 from tests.parallel.slices import two_slices
 from tests.python_process import finish, start
+from tests.train import small_run
 
 
 def run(cfg):
@@ -84,6 +85,31 @@ def test_a_loop_of_ones_own_takes_the_steps_of_a_run(unbroken, tmp_path):
     assert losses == tiny.losses(unbroken[0])
     states = (trainer.trainer_state, unbroken[1].trainer_state)
     jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+def test_a_loop_of_ones_own_reads_the_batches_of_a_run_in_a_new_folder(tmp_path):
+    cfg = tiny.trainer_config(tmp_path / "run", max_step=4).set(skip_batches=["1:3"])
+    _, out = run(cfg)
+    own = cfg.clone(dir=str(tmp_path / "own/new")).instantiate(parent=None)
+    own.init()
+    assert own_loop(own, 4) == tiny.losses(tmp_path / "run")
+    assert own.input_state["skipped"] == [[1, 3]]
+    assert out["step"] == 4
+    text = small_run.trainer_config(tmp_path / "text", small_run.make_store(tmp_path / "store"))
+    trainer = text.set(mesh_shape=(1, 1, 1, -1, 1, 1)).instantiate(parent=None)
+    trainer.init()
+    own_loop(trainer, 1)
+    assert (tmp_path / "text/tokenizer.json").exists()
+
+
+def test_a_step_on_an_earlier_batch_is_refused(tmp_path):
+    trainer = tiny.trainer_config(tmp_path).instantiate(parent=None)
+    trainer.init()
+    batches = trainer.batches()
+    first, _ = next(batches), next(batches)
+    with pytest.raises(UserError, match="is not the newest one"):
+        trainer.train_step(first)
+    batches.close()
 
 
 def test_a_loop_of_ones_own_ends_at_a_loss_that_is_not_finite(tmp_path):

@@ -15,6 +15,7 @@ from moelib.layers.quantization import Quantization
 from moelib.layers.transformer import ScanStack
 from moelib.parallel.mesh import describe_mesh
 from moelib.parallel.pipeline.schedule import Schedule
+from moelib.train.adapters import add_adapters
 from moelib.verify import run
 from moelib.verify.meshes import Axes, meshes_to_check
 from moelib.verify.outcome import Outcome, Status
@@ -29,6 +30,7 @@ CONFIGS = {
 
 
 PIPELINES = "pipeline=4,fsdp=2;pipeline=2,expert=2,model=2"
+WITH_ADAPTERS = "expert=2,fsdp=2,model=2;data=2,fsdp=2,seq=2"
 IN_FP8 = "expert=2,fsdp=2,model=2;fsdp=4,seq=2"
 OF_ONE_DEVICE = [*run.SINGLE_DEVICE_CHECKS, *run.EARLY_CHECKS, "bfloat16"]
 
@@ -95,3 +97,13 @@ def test_a_named_config_computes_the_same_in_fp8(name):
     small, _ = shrink(cfg, 8)
     small.set(checkpointer=Checkpointer.default_config())
     assert failures_on(IN_FP8, config_text.to_text(small)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3", "gpt-oss-20b", "qwen3-next-80b-a3b"]
+)
+def test_adapters_of_a_named_config_compute_the_same(name):
+    small, _ = shrink(add_adapters(CONFIGS[name](), rank=4), 8)
+    small.set(checkpointer=Checkpointer.default_config())
+    assert failures_on(WITH_ADAPTERS, config_text.to_text(small)) == []

@@ -298,10 +298,11 @@ class LatentAttention(BaseLayer):
     def _own_exchange(self, seq_len: int) -> Exchange:
         cfg: LatentAttention.Config = self.config
         gathered = 0
-        if cfg.indexer is not None:
-            gathered = cfg.kv_lora_rank + cfg.rope_head_dim + cfg.indexer.index_dim
-            if self.indexer.chooses_among(seq_len):
-                return Exchange(gathered=gathered)
+        is_sparse = cfg.indexer is not None and self.indexer.chooses_among(seq_len)
+        if is_sparse or (cfg.indexer is not None and self.indexer.config.loss_weight > 0):
+            gathered = cfg.kv_lora_rank + cfg.rope_head_dim + self.indexer.config.index_dim
+        if is_sparse:
+            return Exchange(gathered=gathered)
         heads = cfg.num_heads * (self._qk_head_dim + cfg.v_head_dim)
         return Exchange(heads, heads, gathered=gathered)
 
