@@ -33,7 +33,7 @@ def figure_of_runs(runs: Sequence[str], names: Sequence[str]) -> "Figure":
     panels: dict[str, list[str]] = {}
     for name in names:
         if not any(name in each.curves for each in curves.values()):
-            raise UserError(f"metrics: none of the runs has {name!r}; see docs/metrics.md.")
+            raise UserError(f"metrics (--metrics={name}): none of the runs has this metric.")
         panels.setdefault(re.sub(r".*/|^mean_", "", name), []).append(name)
     figure = shown_figure(figsize=(7, 0.6 + 3 * len(panels)), layout="constrained")
     grid = figure.subplots(len(panels), squeeze=False)[:, 0]
