@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from moelib import launch
 from moelib.cli.launch import train_arguments
@@ -27,8 +26,6 @@ from moelib.runtime.table import print_table
 Flags = launch.TrainFlags
 
 PICTURE = "sweep.svg"
-
-
 _OF_A_JOB = ("num_processes", "process_id", "distributed_coordinator")
 _STOPPED = 75  # Status of a `moelib train` that SIGTERM ended.
 
@@ -41,8 +38,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     for name in _OF_A_JOB:
         if getattr(flags, name) is not None:
             raise UsageError(f"--{name}: a sweep trains in one process at a time; leave it unset.")
-    folder = storage.absolute(flags.trainer_dir)
-    storage.require_local("the folder of a sweep", folder, "copy the runs afterwards")
+    storage.require_local("--trainer_dir", flags.trainer_dir, "copy the runs afterwards")
     runs = [_flags_of(flags, name, sets) for name, sets in trials(flags.set).items()]
     _check(runs)
     failed = []
@@ -69,7 +65,7 @@ def _flags_of(flags: Flags, name: str, sets: tuple[str, ...]) -> Flags:
 
 def _check(runs: Sequence[Flags]) -> None:
     """Finds the errors of all configs before the first one trains, and those that are equal."""
-    names: dict[str, Any] = {}
+    names: dict[str, str | None] = {}
     for each in runs:
         cfg = each.load()
         launch.check_data_dir(cfg)
@@ -112,8 +108,8 @@ def trials(sets: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
         UsageError: If no assignment has several values, or two have the same name.
     """
     choices = [[(path, value) for value in _values(path, text)] for path, text in map(_split, sets)]
-    varied = [path for path, *_ in (found[0] for found in choices if len(found) > 1)]
-    paths = [found[0][0] for found in choices]
+    paths = [each[0][0] for each in choices]
+    varied = [path for path, each in zip(paths, choices, strict=True) if len(each) > 1]
     for path in varied:
         if paths.count(path) > 1:
             raise UsageError(f"--set={path}=...: it is set twice; give all its values at once.")

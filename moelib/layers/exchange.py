@@ -1,4 +1,4 @@
-"""What layers that mix tokens send where a mesh splits sequences."""
+"""Exchanges of layers that mix tokens, where a mesh splits sequences."""
 
 from typing import NamedTuple
 

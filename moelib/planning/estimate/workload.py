@@ -102,7 +102,7 @@ class Workload:
     compute_dtype: str  # Of matmuls and activations.
     head_dim: int  # Width of an attention head; 1 without attention.
     attention_backend: str | None  # Backend of attention; None for the default.
-    # What layers send where the mesh splits sequences, and their numbers.
+    # Exchanges of layers where the mesh splits sequences, each with its number of layers.
     exchanges: tuple[tuple[Exchange, int], ...]
     moe: Moe | None
     forward_flops: float  # Per token.
