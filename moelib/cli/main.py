@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import moelib
-from moelib.core.config import did_you_mean
+from moelib.core.config_types import did_you_mean
 from moelib.runtime import platforms
 from moelib.runtime.command_line import HELP, TRACEBACK, FlagInfo, describe_flags, run_command
 

@@ -13,12 +13,13 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar, Union
-
-import numpy as np
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union
 
 from moelib.core.errors import UserError, masked
 from moelib.core.module_names import find_module
+
+if TYPE_CHECKING:
+    import numpy as np  # Imported where it is used, since `moelib --help` needs none.
 
 T = TypeVar("T")
 
@@ -98,8 +99,10 @@ def is_dtype_name(name: str) -> bool:
     return re.fullmatch(pattern, name) is not None
 
 
-def dtype(name: Any) -> np.dtype:
+def dtype(name: Any) -> "np.dtype":
     """Returns a dtype by its name, those of ml_dtypes included, or of a scalar type."""
+    import numpy as np
+
     try:
         return np.dtype(name)
     except TypeError:
@@ -271,7 +274,7 @@ def convert_value(value: Any, annotation: Any) -> Any:
     """Returns the value converted by its annotation (DType); NumPy scalars become plain ones."""
     if value is None or value is REQUIRED:
         return value
-    if isinstance(value, np.generic):
+    if (numpy := sys.modules.get("numpy")) and isinstance(value, numpy.generic):
         value = value.item()
     for option in options(annotation):
         convert = getattr(option, "__config_convert__", None)

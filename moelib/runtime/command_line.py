@@ -27,8 +27,7 @@ from typing import Any, Literal, NamedTuple
 
 from absl import flags as absl_flags
 
-from moelib.core.config import did_you_mean
-from moelib.core.config_types import cut, similar_names
+from moelib.core.config_types import cut, did_you_mean, similar_names
 from moelib.core.errors import UsageError, UserError, masked
 from moelib.core.trusted_code import is_of_the_user
 

@@ -1,7 +1,6 @@
 """Platforms that JAX computes on: which one to use, and what to install where it is missing."""
 
 import glob
-import importlib.metadata
 import importlib.util
 import os
 
@@ -42,7 +41,9 @@ def hide_absent_tpus() -> None:
     """
     if has_tpu() or importlib.util.find_spec("libtpu") is None:
         return
-    if not importlib.metadata.entry_points(group="jax_plugins"):  # No plugin for GPUs either.
+    from importlib import metadata  # Slow to import.
+
+    if not metadata.entry_points(group="jax_plugins"):  # No plugin for GPUs either.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     describe_absent_tpus()
 
