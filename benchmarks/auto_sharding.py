@@ -144,6 +144,7 @@ def compare(named: Model, mesh: jax.sharding.Mesh, *, gradients: bool) -> list[s
 
 def run(flags: Flags, names: Sequence[str]) -> None:
     """Prints the table of the models whose names contain one of the arguments; of all without."""
+    jax.config.update("jax_platforms", "cpu")  # No accelerator is used.
     if flags.topology:
         from moelib.planning.hardware.topologies import topology
 
