@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from moelib.core.errors import UsageError, UserError
+from moelib.runtime import platforms
 from moelib.runtime.command_line import flag, run_command
 from moelib.runtime.table import Table, print_table
 
@@ -327,4 +328,5 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    platforms.hide_absent_tpus()
     sys.exit(run_command("benchmarks.corruption", Flags, run, sys.argv[1:], __doc__ or ""))
