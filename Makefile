@@ -42,7 +42,7 @@ format: $(STAMP)  ## Format the code, apply the linter's fixes, and rewrite what
 	@$(BIN)/python -m docs.generate
 
 docs: $(STAMP)  ## Build the documentation into site/.
-	@$(BIN)/mkdocs build --strict --quiet --config-file docs/mkdocs.yml
+	@$(BIN)/mkdocs build --strict --config-file docs/mkdocs.yml
 
 docs-serve: $(STAMP)  ## Serve the documentation, rebuilt at every change.
 	@$(BIN)/mkdocs serve --config-file docs/mkdocs.yml

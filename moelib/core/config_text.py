@@ -51,7 +51,7 @@ _TOKEN = re.compile(rf"\.?({_NAME})|\[(-?\d+|{_QUOTED})\]")
 
 
 def split_path(path: str | Sequence[Key]) -> list[Key]:
-    """Returns the keys of "a.b[0]['c.d']": names as str, indices as int."""
+    """Returns the keys of `a.b[0]['c.d']`: names as str, indices as int."""
     if not isinstance(path, str):
         return list(path)
     keys, rest = split_front(path)

@@ -64,7 +64,8 @@ def test_flags_of_commands_are_described_for_the_documentation():
 
 def test_commands_import_nothing_heavy_for_help():
     code = (
-        "import sys; from moelib.cli import main; main.run(['--help']); main.run(['train', '-h']);"
+        "import sys; from moelib.cli import main; main.run(['--help']);"
+        "assert 'numpy' not in sys.modules; main.run(['train', '-h']);"
         "heavy = {'jax', 'tensorflow', 'optax', 'tokenizers', 'rich'} & set(sys.modules);"
         "assert not heavy, heavy"
     )

@@ -32,7 +32,7 @@ class Ticks(NamedTuple):
     values of all chunks share a buffer, and so do deferred ones.
     """
 
-    slots: tuple[tuple[Slot, ...], ...]  # [tick][rank]; () where a rank is idle.
+    slots: tuple[tuple[Slot, ...], ...]  # By tick, then by rank; () where a rank is idle.
     transfers: tuple[tuple[Transfer, ...], ...]  # After each tick.
     num_inputs: int  # Activations per chunk, from their arrival to the forward pass.
     num_gradients: int  # Gradients per chunk, from their arrival to the gradient of inputs.
