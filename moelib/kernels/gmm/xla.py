@@ -37,12 +37,12 @@ def block_sizes(num_rows: int, num_groups: int) -> tuple[int, ...]:
     An edge block wastes half of itself on average, so it is about half of an average group, and 64
     rows suffice to hide that each block packs the group's matrix again. Large groups are mostly
     computed in blocks of 256 rows; more or larger sizes gain nothing, and each takes time to
-    compile. On CPUs, where masked rows cost most, an edge block of 16 rows after blocks of 64 saves
-    2% for groups of 256 rows, and 9% for groups of 128. No block is larger than all rows together.
+    compile. On CPUs masked rows cost most, so that edge blocks have 16 rows, and XLA gives matrices
+    of 256 x 256 to several cores from 128 rows on. No block is larger than all rows together.
     """
     mean = num_rows / max(num_groups, 1)
     if mean >= 64 and current_device().platform == "cpu":
-        return (256, 64, 16) if mean >= 256 else (64, 16)
+        return tuple(size for size in (256, 128, 64, 16) if size <= mean)
     edge = 8
     while edge < min(64, mean / 2):
         edge *= 2
