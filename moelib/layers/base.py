@@ -15,7 +15,15 @@ from moelib.core.context import CACHE, fold_name
 from moelib.core.errors import UserError
 from moelib.core.metrics import maximum, weighted
 from moelib.core.module import Module
-from moelib.core.param import Axes, Cast, FanAxes, Initializer, ParameterSpec, is_spec
+from moelib.core.param import (
+    Axes,
+    Cast,
+    FanAxes,
+    Initializer,
+    ParameterSpec,
+    is_spec,
+    specs_by_path,
+)
 from moelib.core.precision import check_float
 from moelib.core.tree import Nested
 from moelib.layers import initializers
@@ -57,9 +65,9 @@ class BaseLayer(Module):
 
     A layer declares its own part: `_create_layer_parameter_specs`, and where they apply
     `_create_layer_cache_specs`, `_create_layer_carry_specs`, `_end_step`, `_own_active_parameters`,
-    `_own_forward_flops_per_token`, `_own_exchange`, `sees_other_tokens` and `copies`. The public
-    methods that end in `_recursively`, and the counts, walk over the tree of layers and need no
-    override.
+    `_own_forward_flops_per_token`, `_own_matrix_flops_per_token`, `_own_exchange`,
+    `sees_other_tokens` and `copies`. The public methods that end in `_recursively`, and the counts,
+    walk over the tree of layers and need no override.
 
     A `dtype`, `param_init` or `output_init` of None is inherited from the layer above.
     """
@@ -157,11 +165,23 @@ class BaseLayer(Module):
     def _own_forward_flops_per_token(self, seq_len: int) -> float:
         """Returns this layer's own forward matmul FLOPs per token, without those of children.
 
-        By default these are 2 per entry of its matrices, the parameters with fan axes.
+        By default these are those of its matrices.
         """
         del seq_len
-        specs = jax.tree.leaves(self.layer_parameter_specs(), is_leaf=is_spec)
-        return sum((2.0 * spec.size for spec in specs if spec.fan_axes is not None), 0.0)
+        return self._own_matrix_flops_per_token(lambda path: True)
+
+    def _own_matrix_flops_per_token(self, chosen: Callable[[str], bool], path: str = "") -> float:
+        """Returns the forward FLOPs per token of this layer's own matrices that are chosen.
+
+        By default these are 2 per entry of the parameters with fan axes.
+
+        Args:
+            chosen: Whether a parameter counts, given its path.
+            path: That of the layer, "" or with a slash at the end.
+        """
+        specs = specs_by_path(self.layer_parameter_specs())
+        matrices = (p for p, spec in specs.items() if spec.fan_axes is not None)
+        return sum((2.0 * specs[p].size for p in matrices if chosen(path + p)), 0.0)
 
     def _own_exchange(self, seq_len: int) -> Exchange | None:
         """Returns what this layer itself sends where a mesh splits sequences; None for nothing."""
@@ -373,6 +393,14 @@ class BaseLayer(Module):
         return sum(
             times * layer._own_forward_flops_per_token(seq_len) for layer, times in self.walk()
         )
+
+    def matrix_flops_per_token(self, chosen: Callable[[str], bool], path: str = "") -> float:
+        """Returns the forward FLOPs per token of the matrices whose path "a/b/c" is chosen."""
+        flops = self._own_matrix_flops_per_token(chosen, path)
+        for name, child in self._layers().items():
+            times = len(self.copies(name) or (name,))
+            flops += times * child.matrix_flops_per_token(chosen, f"{path}{name}/")
+        return flops
 
     def exchanges(self, seq_len: int) -> Mapping[Exchange, int]:
         """Returns what layers send where a mesh splits sequences, and how many of them send it."""

@@ -1,5 +1,6 @@
 """A causal language model: embedding, decoder, norm, head."""
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -237,11 +238,12 @@ class CausalLM(StackedModel):
         divisor = self.config.logit_divisor
         return hidden if divisor is None else hidden / divisor
 
-    def _own_forward_flops_per_token(self, seq_len: int) -> float:
-        del seq_len
-        further = self.config.multi_token_prediction
-        uses = (self.config.lm_head is None) + (0 if further is None else further.num_depths)
-        # Uses of a matrix that other layers hold, and count less often.
+    def _own_matrix_flops_per_token(self, chosen: Callable[[str], bool], path: str = "") -> float:
+        # Uses of the head's matrix, which another layer holds, and counts less often.
+        further, tied = self.config.multi_token_prediction, self.config.lm_head is None
+        uses = tied + (0 if further is None else further.num_depths)
+        if not chosen(f"{path}{'embedding' if tied else 'lm_head'}/weight"):
+            return 0.0
         return 2.0 * self.config.dim * self.config.vocab_size * uses
 
     def flops_per_token(self, *, seq_len: int) -> float:

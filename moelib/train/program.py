@@ -166,8 +166,16 @@ class StepProgram(Module):
             return state_lib.batch_sharding(cfg.global_batch_size, cfg.seq_len, self.mesh())
 
     def flops_per_token(self) -> float | None:
-        """Returns the training FLOPs per token, or None if the model does not count them."""
-        return self.model.flops_per_token(seq_len=self.config.input.seq_len)
+        """Returns the training FLOPs per token, or None if the model does not count them.
+
+        Matrices that are not trained have no gradient.
+        """
+        flops = self.model.flops_per_token(seq_len=self.config.input.seq_len)
+        return None if flops is None else flops - self.untrained_flops_per_token()
+
+    def untrained_flops_per_token(self) -> float:
+        """Returns the forward FLOPs per token of matrices that are not trained."""
+        return self.model.matrix_flops_per_token(lambda path: not self.learner.is_updated(path))
 
     def describe(self) -> str:
         """Returns one line with the size of the model and of the state, and the mesh."""

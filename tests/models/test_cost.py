@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from experiments import flame_moe
+from moelib.core import tree
+from moelib.layers.adapter import is_adapter
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.feed_forward import FeedForward
 from moelib.layers.moe.balance import BiasBalancing
@@ -12,6 +14,7 @@ from moelib.layers.moe.router import Router
 from moelib.layers.transformer import LoopStack, TransformerLayer
 from moelib.models.causal_lm import CausalLM
 from moelib.models.cost import model_cost
+from moelib.train.adapters import add_adapters
 from tests import tiny
 from tests.layers.calling import call
 
@@ -32,14 +35,15 @@ def test_flops_of_the_smallest_flame_moe_are_those_counted_by_hand():
     assert cost.train_flops_per_token == want
 
 
-def dense_model(**fields):
+def dense_model(*, adapted=False, **fields):
     layer = TransformerLayer.default_config().set(
         self_attention=GroupedQueryAttention.default_config().set(num_heads=4, num_kv_heads=2),
         feed_forward=FeedForward.default_config().set(hidden_dim=512),
     )
     decoder = LoopStack.default_config().set(num_layers=2, block=[layer])
     cfg = CausalLM.default_config().set(vocab_size=512, dim=128, decoder=decoder)
-    return build(cfg.set(**fields))
+    cfg.set(**fields)
+    return build(add_adapters(cfg, rank=4) if adapted else cfg)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -54,6 +58,26 @@ def test_flops_are_those_that_the_compiler_counts(tied):
     ours = model.forward_flops_per_token(seq_len) + masked
     # Norms, softmax and activations are in the compiler's count only.
     assert ours < counted < 1.06 * ours
+
+
+def test_flops_of_adapters_are_those_that_the_compiler_counts():
+    model, seq_len, rank = dense_model(adapted=True), 64, 4
+    params = jax.eval_shape(model.initialize_parameters_recursively, jax.random.key(0))
+    batch = {"input_ids": jax.ShapeDtypeStruct((2, seq_len), jnp.int32)}
+    trained, frozen = tree.split(params, is_adapter)
+
+    def loss(trained, frozen, batch):
+        return jnp.sum(call(model, tree.merge(trained, frozen), batch, method="logits"))
+
+    lowered = jax.jit(jax.value_and_grad(loss)).lower(trained, frozen, batch)
+    counted = lowered.cost_analysis()["flops"] / (2 * seq_len)
+    masked = 3 * 2 * (2 * 2 * 128) * (seq_len - (seq_len + 1) / 2)
+    # Nothing below the first projections is trained, so that their inputs have no gradient.
+    inputs = 2 * 128 * (128 + 64 + 64 + 3 * rank)
+    whole = model.flops_per_token(seq_len=seq_len)
+    ours = whole - model.matrix_flops_per_token(lambda path: not is_adapter(path))
+    assert ours + masked - inputs < counted < 1.06 * (ours + masked - inputs)
+    assert ours < 0.75 * whole
 
 
 def test_a_tied_head_costs_its_matmul_and_no_parameters():

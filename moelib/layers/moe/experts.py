@@ -1,5 +1,6 @@
 """Experts: E feed-forward layers whose weights are stacked."""
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax
@@ -140,7 +141,7 @@ class FeedForwardExperts(BaseLayer):
         cfg: FeedForwardExperts.Config = self.config
         return super()._own_active_parameters() * cfg.num_experts_per_token // cfg.num_experts
 
-    def _own_forward_flops_per_token(self, seq_len: int) -> float:
+    def _own_matrix_flops_per_token(self, chosen: Callable[[str], bool], path: str = "") -> float:
         cfg: FeedForwardExperts.Config = self.config
-        flops = super()._own_forward_flops_per_token(seq_len)
+        flops = super()._own_matrix_flops_per_token(chosen, path)
         return flops * cfg.num_experts_per_token / cfg.num_experts

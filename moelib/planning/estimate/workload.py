@@ -13,12 +13,13 @@ import jax.numpy as jnp
 from moelib.core.config import REQUIRED
 from moelib.core.config_text import sub_configs
 from moelib.core.errors import UserError
-from moelib.core.param import ParameterSpec, is_spec
+from moelib.core.param import ParameterSpec, is_spec, specs_by_path
 from moelib.core.precision import compute_dtype, gradient_dtype
 from moelib.layers.exchange import Exchange
 from moelib.layers.moe.dispatch_ragged import RingDispatcher
 from moelib.layers.quantization import Quantization
 from moelib.learner import offload
+from moelib.learner.learner import Learner
 from moelib.models.multi_token_prediction import MULTI_TOKEN
 from moelib.planning.estimate.activations import (
     FULL,
@@ -106,6 +107,7 @@ class Workload:
     exchanges: tuple[tuple[Exchange, int], ...]
     moe: Moe | None
     forward_flops: float  # Per token.
+    untrained_flops: float  # Those of `forward_flops` of matrices without a gradient.
     decoder_flops: float  # Those of `forward_flops` that full remat recomputes.
     routed_flops: float  # Those of `forward_flops` in routed experts.
     attention_flops: float  # Those of `forward_flops` between queries, keys and values.
@@ -144,7 +146,7 @@ class Workload:
     @property
     def model_flops(self) -> float:
         """FLOPs per trained token, without recomputation."""
-        return 3.0 * self.forward_flops
+        return 3.0 * self.forward_flops - self.untrained_flops
 
     def recomputes(self, remat: str) -> bool:
         """Returns whether the backward pass recomputes anything."""
@@ -185,7 +187,7 @@ def read_workload(cfg: Any) -> Workload:
         for spec in jax.tree.leaves(specs.learner, is_leaf=is_spec)
         if not (cfg.learner.offload_state and offload.is_offloaded(spec))
     ]
-    parameters = _parameters(specs.model, cfg.train_dtype, cfg.reduce_dtype)
+    parameters = _parameters(specs.model, trainer.learner, cfg.train_dtype, cfg.reduce_dtype)
     num_layers, block_size, num_blocks = _depth(cfg.model)
     moe = _moe(cfg.model, specs.model)
     flops = trainer.flops_per_token()
@@ -194,7 +196,8 @@ def read_workload(cfg: Any) -> Workload:
             f"{type(trainer.model).__qualname__} has no flops_per_token(seq_len=), so that times "
             "cannot be estimated; define it to return the training FLOPs per token."
         )
-    forward = flops / 3
+    untrained = trainer.untrained_flops_per_token()
+    forward = (flops + untrained) / 3
     decoder = getattr(trainer.model, "children", {}).get("decoder")
     refusal = ""
     try:
@@ -226,6 +229,7 @@ def read_workload(cfg: Any) -> Workload:
         exchanges=tuple(decoder.exchanges(seq_len).items()) if decoder else (),
         moe=moe,
         forward_flops=forward,
+        untrained_flops=untrained,
         decoder_flops=float(of_decoder(seq_len)),
         attention_flops=float(of_decoder(seq_len) - of_decoder(1)),  # All that depends on length.
         float8_flops=_float8_flops(specs.model),
@@ -236,22 +240,23 @@ def read_workload(cfg: Any) -> Workload:
     )
 
 
-def _parameters(specs: Any, train_dtype: Any, reduce_dtype: str | None) -> tuple[Leaf, ...]:
-    def leaf(path: Any, spec: ParameterSpec) -> Leaf:
+def _parameters(
+    specs: Any, learner: Learner, train_dtype: Any, reduce_dtype: str | None
+) -> tuple[Leaf, ...]:
+    def leaf(path: str, spec: ParameterSpec) -> Leaf:
         return Leaf(
             spec.shape,
             spec.axes,
             jnp.dtype(spec.dtype).itemsize,
             jnp.dtype(compute_dtype(spec, train_dtype)).itemsize,
             jnp.dtype(gradient_dtype(spec, train_dtype)).itemsize,
-            in_decoder=path[0].key in ("decoder", MULTI_TOKEN),
-            trained=spec.trainable,
+            in_decoder=path.split("/", maxsplit=1)[0] in ("decoder", MULTI_TOKEN),
+            trained=learner.is_updated(path),
             quantized=spec.quantization is not None,
             reduce_itemsize=jnp.dtype(reduce_dtype).itemsize if reduce_dtype else 0,
         )
 
-    leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
-    return _grouped(leaf(path, spec) for path, spec in leaves)
+    return _grouped(leaf(path, spec) for path, spec in specs_by_path(specs).items())
 
 
 def _grouped(leaves: Iterable[Leaf]) -> tuple[Leaf, ...]:

@@ -8,6 +8,8 @@ import jax
 import pytest
 
 from experiments import gpt_oss, llama, open_models
+from moelib.core.param import specs_by_path
+from moelib.layers.adapter import is_adapter
 from moelib.layers.exchange import Exchange
 from moelib.layers.mixers.gated_delta_net import GatedDeltaNet
 from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
@@ -40,6 +42,7 @@ from moelib.planning.estimate.workload import Leaf, read_workload
 from moelib.planning.hardware.topologies import describe
 from moelib.planning.hlo import program as hlo
 from moelib.planning.report.collectives import collectives_by_axes
+from moelib.train.adapters import add_adapters
 from tests.planning import tiny_moe
 
 MIB, GIB = 2**20, 2**30
@@ -529,3 +532,25 @@ def test_layers_with_a_state_exchange_as_much_as_compiled(name, compiled):
     found = Estimator(work, rules_of(cfg), {})(each).collectives
     for kind, size in compiled.items():
         assert found[kind] / MIB == pytest.approx(size, rel=0.05)
+
+
+def test_frozen_weights_have_no_gradient(tiny):
+    _, whole, estimator = tiny
+    cfg = add_adapters(tiny_moe.config().clone(), rank=2)
+    work, trainer = read_workload(cfg), cfg.instantiate(parent=None)
+    specs = specs_by_path(trainer.trainer_state_specs.model)
+    adapters = sum(spec.size for path, spec in specs.items() if is_adapter(path))
+    assert sum(leaf.size for leaf in work.parameters if leaf.trained) == adapters
+    # Matrices are multiplied twice instead of three times, and adapters add a little.
+    assert whole.forward_flops < work.forward_flops < 1.2 * whole.forward_flops
+    matrices = whole.forward_flops - whole.attention_flops
+    extra = 3 * (work.forward_flops - whole.forward_flops)
+    assert work.model_flops == pytest.approx(whole.model_flops - matrices + extra, rel=1e-3)
+    mesh = Mesh((("fsdp", 8),))
+    sent = [
+        result.collectives
+        for work, estimate in ((whole, estimator), (work, Estimator(work, rules_of(cfg), {})))
+        for result in [estimate(next(c for c in candidates(cfg, work, EIGHT) if c.mesh == mesh))]
+    ]
+    scattered = [each["reduce-scatter"] for each in sent]
+    assert 0 < scattered[1] < 0.1 * scattered[0]
