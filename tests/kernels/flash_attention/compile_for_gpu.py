@@ -30,7 +30,7 @@ CASES = {
 }
 
 
-def compiled(case, over):
+def compiled(case, over, backend="gpu"):
     """Returns value and gradients of a case, compiled."""
 
     def array(*shape, dtype=case.dtype):
@@ -50,7 +50,7 @@ def compiled(case, over):
 
     def run(operands, ids, grad):
         attend = lambda operands: flash_attention(
-            **operands, spec=case.spec(), segment_ids=ids, backend="gpu"
+            **operands, spec=case.spec(), segment_ids=ids, backend=backend
         )
         out, pull = jax.vjp(attend, operands)
         return out, pull(grad)
@@ -67,12 +67,14 @@ def main() -> None:
             program = parse(made.as_text())
             found = [each for each in kernels(program) if each.library == "mosaic gpu"]
             launches, moved, _ = traffic(program)
+            plain = parse(compiled(case, over, "xla").as_text())
             figures = {
                 "case": name,
                 "kernels": sum(each.executions for each in found),
                 "flops": sum(each.flops for each in found),
                 "launches": launches,
                 "bytes": moved,
+                "bytes_in_plain_xla": traffic(plain)[1],
                 "temp_bytes": made.memory_analysis().temp_size_in_bytes,
             }
             print(json.dumps(figures), flush=True)
