@@ -14,6 +14,7 @@ import numpy as np
 from moelib.core import tree
 from moelib.core.param import specs_by_path
 from moelib.core.tree import Batch
+from moelib.layers.adapter import is_adapter
 from moelib.verify.batches import batches_of, num_sequences
 from moelib.verify.outcome import CheckFailedError, CheckSkippedError
 from moelib.verify.plain import Plain, Values
@@ -160,15 +161,14 @@ def _with_noise(params: Any, probe: Probe) -> Any:
 
 
 def _scaled(params: Any, probe: Probe) -> Any:
-    """Returns the parameters with trained matrices of standard deviation fan-in^-0.5.
+    """Returns the parameters with matrices of standard deviation fan-in^-0.5, but for adapters.
 
-    At this scale a mistake in any layer changes the loss.
+    At this scale a mistake in any layer changes the loss. Adapters multiply by their own scale.
     """
     specs = specs_by_path(probe.trainer.trainer_state_specs.model)
 
     def changed(path: str, x: Any) -> Any:
-        is_updated = probe.trainer.learner.is_updated(path)
-        if not is_updated or specs[path].fan_axes is None or np.std(x) == 0:
+        if is_adapter(path) or specs[path].fan_axes is None or np.std(x) == 0:
             return x
         return (x * (specs[path].fans()[0] ** -0.5 / np.std(x))).astype(x.dtype)
 
