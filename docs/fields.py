@@ -22,6 +22,7 @@ CONTRACT = {
         "_end_step",
         "_own_active_parameters",
         "_own_forward_flops_per_token",
+        "_own_matrix_flops_per_token",
     ),
     "moelib.layers.norm.BaseNorm": ("_scaled",),
     "moelib.layers.transformer.BaseStack": ("_apply",),

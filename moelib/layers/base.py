@@ -173,7 +173,8 @@ class BaseLayer(Module):
     def _own_matrix_flops_per_token(self, chosen: Callable[[str], bool], path: str = "") -> float:
         """Returns the forward FLOPs per token of this layer's own matrices that are chosen.
 
-        By default these are 2 per entry of the parameters with fan axes.
+        By default these are 2 per entry of the parameters with fan axes. A layer that multiplies a
+        token by fewer of them, or more often, overrides this method.
 
         Args:
             chosen: Whether a parameter counts, given its path.

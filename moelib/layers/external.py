@@ -17,7 +17,7 @@ from moelib.core import tree
 from moelib.core.config import REQUIRED, InstantiableConfig, Required, config_class
 from moelib.core.errors import UserError
 from moelib.core.module import Module
-from moelib.core.param import ParameterSpec, is_spec
+from moelib.core.param import ParameterSpec, is_spec, specs_by_path
 from moelib.core.tree import Nested
 from moelib.layers.base import BaseLayer
 from moelib.parallel.auto_sharding.constrain import constrain_at_use
@@ -203,5 +203,9 @@ class ExternalLayer(BaseLayer):
         del seq_len
         if (given := self.config.flops_per_token) is not None:
             return given
-        specs = jax.tree.leaves(self._specs, is_leaf=is_spec)
-        return sum(2.0 * s.size for s in specs if s.trainable and len(s.shape) > 1)
+        return self._own_matrix_flops_per_token(lambda path: True)
+
+    def _own_matrix_flops_per_token(self, chosen: Callable[[str], bool], path: str = "") -> float:
+        specs = specs_by_path(self._specs)
+        matrices = (p for p, s in specs.items() if s.trainable and len(s.shape) > 1)
+        return sum((2.0 * specs[p].size for p in matrices if chosen(path + p)), 0.0)

@@ -16,8 +16,8 @@ class ModelCost:
     total_parameters: int  # All trainable parameters.
     active_parameters: int  # Trainable parameters used to compute one token.
     active_non_embedding_parameters: int  # Active parameters without embedding and output head.
-    # Matmul FLOPs per training token, three times those of the forward pass; attention counts the
-    # keys that the causal mask admits.
+    # Matmul FLOPs per training token, three times those of the forward pass, as if all parameters
+    # were trained; attention counts the keys that the causal mask admits.
     train_flops_per_token: float
     parameter_bytes: int  # Bytes of all stored parameters.
 

@@ -59,7 +59,7 @@ class TrainLoop(Run):
             "step", cfg.max_step, start=start.step, enabled=jax.process_index() == 0
         )
         self._throughput = Throughput(
-            model.flops_per_token(seq_len=cfg.input.seq_len),
+            trainer.flops_per_token(),
             list(mesh.devices.flat),
             cfg.train_dtype or "float32",
             "tokens" if model.is_language_model else "examples",

@@ -168,7 +168,7 @@ class StepProgram(Module):
     def flops_per_token(self) -> float | None:
         """Returns the training FLOPs per token, or None if the model does not count them.
 
-        Matrices that are not trained have no gradient.
+        Gradients of matrices that are not trained are left out, those of all inputs are counted.
         """
         flops = self.model.flops_per_token(seq_len=self.config.input.seq_len)
         return None if flops is None else flops - self.untrained_flops_per_token()

@@ -37,6 +37,9 @@ class Trained(Protocol):
     def mesh(self) -> jax.sharding.Mesh:
         """Returns the mesh."""
 
+    def flops_per_token(self) -> float | None:
+        """Returns the training FLOPs per token, or None if the model does not count them."""
+
     def describe(self) -> str:
         """Returns what is printed before the first step."""
 

@@ -35,8 +35,9 @@ def block_sizes(num_rows: int, num_groups: int) -> tuple[int, ...]:
     An edge block wastes half of itself on average, so it is about half of an average group, and 64
     rows suffice to hide that each block packs the group's matrix again. Large groups are mostly
     computed in blocks of 256 rows; more or larger sizes gain nothing, and each takes time to
-    compile. On CPUs masked rows cost most, so that edge blocks have 16 rows, and XLA gives matrices
-    of 256 x 256 to several cores from 128 rows on. No block is larger than all rows together.
+    compile. On CPUs, with one more size, masked rows cost most, so that edge blocks have 16 rows,
+    and XLA gives matrices of 256 x 256 to several cores from 128 rows on. No block is larger than
+    all rows together.
     """
     mean = num_rows / max(num_groups, 1)
     if mean >= 64 and current_device().platform == "cpu":
@@ -85,12 +86,12 @@ def _products(
     """
 
     def block(group: Array) -> Callable[[Array, int], list[Array]]:
-        matrix = jnp.concatenate([_matrix(rhs, group, i) for i in indices], axis=1)
+        matrices = [_matrix(rhs, group, i) for i in indices]
         added = None if bias is None else lax.dynamic_index_in_dim(bias, group, keepdims=False)
 
         def products(row: Array, size: int) -> list[Array]:
             rows = lax.dynamic_slice_in_dim(lhs, row, size)
-            parts = jnp.split(_dot(rows, matrix, (1, 0)), len(indices), axis=1)
+            parts = [_dot(rows, matrix, (1, 0)) for matrix in matrices]
             if added is not None:
                 pairs = zip(indices, parts, strict=True)
                 parts = [x + added[i : i + 1].astype(jnp.float32) for i, x in pairs]

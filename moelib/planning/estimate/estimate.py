@@ -156,11 +156,12 @@ class Estimator:
         micro, tokens = candidate.num_microbatches, work.tokens / topology.num_devices
         recomputed, ranks = work.recomputes(candidate.remat), candidate.mesh.parts([AXIS])
         pipeline = self._pipeline(candidate.schedule, ranks, micro, recomputed=recomputed)
-        unfilled = (placement.slots - 1) * work.routed_flops * (3 + recomputed)
+        unfilled = (placement.slots - 1) * work.routed_flops * (work.routed_products + recomputed)
         flops = work.model_flops + work.recomputed_flops(candidate.remat) + unfilled
         sent, results = on_mesh.sent(candidate, tokens, pipeline)
         # Forward, two gradients, and what is recomputed.
         native = work.float8_flops * (3 + work.recomputes_matmuls(candidate.remat))
+        native -= work.untrained_float8_flops
         seconds = (flops - native) / on_mesh.peak_flops + native / on_mesh.peak_float8
         parts = {
             "compute": seconds * tokens,

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -112,6 +112,7 @@ class Workload:
     routed_flops: float  # Those of `forward_flops` in routed experts.
     attention_flops: float  # Those of `forward_flops` between queries, keys and values.
     float8_flops: float  # Those of `forward_flops` in dots of 8-bit floats, where there are units.
+    untrained_float8_flops: float  # Those of `float8_flops` of matrices without a gradient.
     pipeline_refusal: str  # Why its layers cannot be spread over a pipeline; "" if they can.
     own_remat: str  # The named remat that recomputes as much as the config's own, or nearly.
     saved: Mapping[str, Saved]  # Saved activations of the model, by remat.
@@ -147,6 +148,12 @@ class Workload:
     def model_flops(self) -> float:
         """FLOPs per trained token, without recomputation."""
         return 3.0 * self.forward_flops - self.untrained_flops
+
+    @property
+    def routed_products(self) -> int:
+        """Products of a row with a matrix of routed experts: forward, and for each gradient."""
+        routed = [leaf for leaf in self.parameters if "experts" in leaf.axes]
+        return 3 if not routed or max(routed, key=lambda leaf: leaf.size).trained else 2
 
     def recomputes(self, remat: str) -> bool:
         """Returns whether the backward pass recomputes anything."""
@@ -232,7 +239,10 @@ def read_workload(cfg: Any) -> Workload:
         untrained_flops=untrained,
         decoder_flops=float(of_decoder(seq_len)),
         attention_flops=float(of_decoder(seq_len) - of_decoder(1)),  # All that depends on length.
-        float8_flops=_float8_flops(specs.model),
+        float8_flops=_float8_flops(specs.model, lambda path: True),
+        untrained_float8_flops=_float8_flops(
+            specs.model, lambda path: not trainer.learner.is_updated(path)
+        ),
         routed_flops=0.0 if moe is None else _routed_flops(parameters, moe),
         pipeline_refusal=refusal,
         own_remat=remat_name(cfg.model) or nearest_remat(saved),
@@ -308,17 +318,18 @@ def _moe(model: Any, specs: Any) -> Moe | None:
     )
 
 
-def _float8_flops(specs: Any) -> float:
-    """Returns the forward FLOPs per token of dense matmuls in 8-bit floats.
+def _float8_flops(specs: Any, chosen: Callable[[str], bool]) -> float:
+    """Returns the forward FLOPs per token of dense matmuls in 8-bit floats whose path is chosen.
 
     These are those of schemes with one scale per array; others multiply in bfloat16, and so do
     experts.
     """
-    leaves = jax.tree.leaves(specs, is_leaf=is_spec)
     return sum(
         2.0 * spec.size
-        for spec in leaves
-        if spec.quantization is Quantization.FP8_TENSOR and "experts" not in spec.axes
+        for path, spec in specs_by_path(specs).items()
+        if spec.quantization is Quantization.FP8_TENSOR
+        and "experts" not in spec.axes
+        and chosen(path)
     )
 
 
