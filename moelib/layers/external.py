@@ -200,12 +200,13 @@ class ExternalLayer(BaseLayer):
         return outputs.outputs
 
     def _own_forward_flops_per_token(self, seq_len: int) -> float:
-        del seq_len
-        if (given := self.config.flops_per_token) is not None:
-            return given
-        return self._own_matrix_flops_per_token(lambda path: True)
+        given = self.config.flops_per_token
+        return super()._own_forward_flops_per_token(seq_len) if given is None else given
 
     def _own_matrix_flops_per_token(self, chosen: Callable[[str], bool], path: str = "") -> float:
         specs = specs_by_path(self._specs)
-        matrices = (p for p, s in specs.items() if s.trainable and len(s.shape) > 1)
-        return sum((2.0 * specs[p].size for p in matrices if chosen(path + p)), 0.0)
+        flops = {p: 2.0 * s.size for p, s in specs.items() if s.trainable and len(s.shape) > 1}
+        found = sum(n for p, n in flops.items() if chosen(path + p))
+        if flops and (given := self.config.flops_per_token) is not None:
+            found *= given / sum(flops.values())  # As much of those given.
+        return float(found)

@@ -167,6 +167,9 @@ def test_parameters_are_counted_sharded_and_decayed_by_the_config():
     assert made.forward_flops_per_token(7) == 2 * 2 * D * 6
     told = build(external(plain).set(flops_per_token=5.0, dtype="bfloat16"))
     assert told.forward_flops_per_token(7) == 5
+    assert made.matrix_flops_per_token(lambda path: True) == 2 * 2 * D * 6
+    assert told.matrix_flops_per_token(lambda path: True) == 5
+    assert told.matrix_flops_per_token(lambda path: False) == 0
     assert {x.dtype for x in jax.tree.leaves(initial(told))} == {jnp.dtype("bfloat16")}
 
 
