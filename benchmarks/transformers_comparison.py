@@ -22,7 +22,7 @@ from moelib.runtime.table import Table
 
 # Experts of each layer, and experts of each token, unless the flags set others.
 EXPERTS = ((16, 2), (64, 8), (128, 8))
-BATCH_SIZES = (1, 8)  # Sequences generated together.
+BATCH_SIZES = (1, 8, 32)  # Sequences generated together.
 PROMPT_TOKENS, NEW_TOKENS = 32, 128
 GENERATIONS = 5  # Measurements of each generation, of at most `repeats`.
 

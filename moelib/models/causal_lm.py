@@ -104,6 +104,11 @@ class CausalLM(StackedModel):
             self._add_child(MULTI_TOKEN, cfg.multi_token_prediction.clone(dim=cfg.dim))
 
     @property
+    def counts_tokens(self) -> bool:
+        """Whether the weight of the loss is a number of tokens, not of sequences."""
+        return self._objective is None or self._objective.counts_tokens
+
+    @property
     def stack(self) -> BaseLayer:
         """The decoder."""
         return cast(BaseLayer, self.children["decoder"])

@@ -22,7 +22,7 @@ class Model(BaseLayer):
     Only `forward` is required; the other members have defaults.
     """
 
-    # Whether the loss is nats per token, so that perplexity and tokens per second mean something.
+    # Whether the loss, or the metric `cross_entropy`, is nats per token: then perplexity is too.
     is_language_model: ClassVar[bool] = True
     # Whether a later process can build the model from the text of its config.
     is_in_config: ClassVar[bool] = True
@@ -34,6 +34,11 @@ class Model(BaseLayer):
     @abstractmethod
     def forward(self, batch: Batch) -> tuple[WeightedScalar, Mapping[str, Metric]]:
         """Returns the loss, weighted by the number of tokens it is a mean over, and metrics."""
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the weight of the loss is a number of tokens, not of examples."""
+        return self.is_language_model
 
     def token_counts(self, batch: Batch) -> tuple[jax.Array, jax.Array] | None:
         """Returns the tokens of the loss and of auxiliary losses of a batch, float32.

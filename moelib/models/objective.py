@@ -34,6 +34,11 @@ class Objective(Configurable):
 
     arrays: ClassVar[tuple[str, ...]]  # Arrays of a batch that the loss needs.
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether `num_labels` is a number of tokens, not of sequences."""
+        return True
+
     def applies_to(self, batch: Batch) -> bool:
         """Returns whether a batch is one for this loss.
 
@@ -77,6 +82,11 @@ class DirectPreference(Objective):
     @config_class
     class Config(Objective.Config):
         beta: PositiveFloat = 0.1  # Strength of the tie to the reference model.
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether `num_labels` is a number of tokens: it is one of pairs."""
+        return False
 
     def num_labels(self, batch: Batch) -> Float[Array, ""]:
         """Returns the number of pairs."""
@@ -137,9 +147,14 @@ class PolicyGradient(Objective):
         # Maximum factor of a token by `importance_weights`; None for no such factors.
         max_importance_weight: PositiveFloat | None = 2.0
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether `num_labels` is a number of tokens, not of answers."""
+        return self.config.mean == "token"
+
     def num_labels(self, batch: Batch) -> Float[Array, ""]:
         """Returns the number of tokens or of answers."""
-        if self.config.mean == "token":
+        if self.counts_tokens:
             return super().num_labels(batch)
         return jnp.sum(jnp.any(batch["target_labels"] >= 0, axis=1), dtype=jnp.float32)
 

@@ -29,6 +29,7 @@ class LogInterval:
         *,
         num_steps: int,
         num_slots: int,
+        num_examples: int | None,
         is_language_model: bool,
     ) -> None:
         """Starts without a step.
@@ -39,10 +40,12 @@ class LogInterval:
             writer: Writer of the metrics.
             num_steps: Steps between two log lines.
             num_slots: Positions of a batch, padding included.
-            is_language_model: Whether the rates are of tokens, not of examples.
+            num_examples: Examples of a batch, if rates are of examples; None for those of tokens.
+            is_language_model: Whether metrics of a language model are added.
         """
         self._throughput, self._progress, self._writer = throughput, progress, writer
-        self._num_slots, self._is_language_model = num_slots, is_language_model
+        self._num_slots, self._num_examples = num_slots, num_examples
+        self._is_language_model = is_language_model
         self.last: Scalars = {}
         self.memory: Scalars = {}
         # (number of tokens, loss, cross-entropy) of each step.
@@ -53,7 +56,7 @@ class LogInterval:
     def step_done(self, scalars: Scalars) -> None:
         """Counts a step, given its metrics."""
         self.last, weight = scalars, scalars["num_tokens"]
-        counted = weight if self._is_language_model else self._num_slots
+        counted = weight if self._num_examples is None else self._num_examples
         self._throughput.step_done(counted, self._num_slots)
         cross_entropy = scalars.get("cross_entropy", scalars["loss"])
         self._losses.append((weight, scalars["loss"], cross_entropy))

@@ -62,7 +62,7 @@ class TrainLoop(Run):
             trainer.flops_per_token(),
             list(mesh.devices.flat),
             cfg.train_dtype or "float32",
-            "tokens" if model.is_language_model else "examples",
+            "tokens" if model.counts_tokens else "examples",
         )
         self._interval = LogInterval(
             self._throughput,
@@ -70,6 +70,7 @@ class TrainLoop(Run):
             self._summary_writer,
             num_steps=cfg.log_every_n_steps,
             num_slots=cfg.input.global_batch_size * cfg.input.seq_len,
+            num_examples=None if model.counts_tokens else cfg.input.global_batch_size,
             is_language_model=model.is_language_model,
         )
         self._evaluations = Evaluations(

@@ -598,7 +598,8 @@ class SpmdTrainer(StepProgram):
             on_process_0(lambda: copy_files(weights, cfg.dir))
         if self._origin and jax.process_index() == 0:
             self.folder.note(course.INIT_FROM, **self._origin)
-            logger.warning("The run starts from %(run)s, step %(step)s.", self._origin)
+            step = self._origin["step"]  # None for a model of Hugging Face.
+            print(f"starts from {self._origin['run']}{'' if step is None else f', step {step}'}")
 
     def _take_steps(self, start: Start, prng_key: jax.Array | int | None) -> dict[str, Any]:
         """Runs the loop, again from the newest checkpoint after each bad step to take again."""

@@ -1,27 +1,18 @@
 """The tutorial: its config builds, and its page runs from the top in an empty folder."""
 
 import importlib
-import os
 import re
 import shlex
-import subprocess
 import sys
 
 import pytest
 
-from docs import generate
 from moelib.cli.main import COMMANDS
 from moelib.runtime.command_line import parse_flags
 from tests.docs import blocks
 
 PAGE = "docs/tutorial.md"
 _VARYING = {"h", "kB", "MB", "min", "ms", "s"}  # Units that depend on the size of a number.
-
-
-def write_files(folder):
-    for block in blocks.blocks(PAGE):
-        if block.language == "python" and block.title:
-            (folder / block.title).write_text(block.text, encoding="utf-8")
 
 
 def words(line):
@@ -37,7 +28,7 @@ def imports(monkeypatch):
 
 
 def test_the_config_builds_as_every_command_changes_it(tmp_path, monkeypatch, imports):
-    write_files(tmp_path)
+    blocks.write_files(PAGE, tmp_path)
     monkeypatch.chdir(tmp_path)
     found = [shlex.split(each) for each in blocks.commands(PAGE) if "--config=small" in each]
     for _, name, *arguments in found:
@@ -56,36 +47,12 @@ def test_the_page_runs_from_the_top(tmp_path):
 
     A block with a title is a file or an example. Columns of a table may be omitted.
     """
-    write_files(tmp_path)
+    blocks.write_files(PAGE, tmp_path)
     output = ""
-    for language, title, text in blocks.blocks(PAGE):
-        if language == "bash":
-            output = run(tmp_path, "bash", "-eu", "-c", text)
-        elif language == "python" and not title:
-            output = run(tmp_path, sys.executable, "-c", text)
-        elif language == "text" and not title:
+    for block in blocks.blocks(PAGE):
+        if block.language in ("bash", "python") and not block.title:
+            output = blocks.run(block, tmp_path)
+        elif block.language == "text" and not block.title:
             printed = [words(line) for line in output.splitlines()]
-            lines = [line for line in text.splitlines() if line != "..."]
+            lines = [line for line in block.text.splitlines() if line != "..."]
             assert [line for line in lines if not any(map(words(line).issubset, printed))] == []
-
-
-def run(folder, *arguments):
-    """Returns what a program prints, in an environment like a user's."""
-    env = os.environ | {
-        "PATH": os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"],
-        "PYTHONPATH": str(generate.ROOT),
-        "COLUMNS": "120",
-    }
-    env.pop("JAX_NUM_CPU_DEVICES", None)
-    done = subprocess.run(
-        arguments,
-        check=False,
-        cwd=folder,
-        env=env,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    assert done.returncode == 0, done.stdout
-    assert not re.search("warning", done.stdout, re.IGNORECASE), done.stdout
-    return done.stdout

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import moelib
 from moelib.core.errors import UserError
 from moelib.data.sources.source import InMemorySource
 from moelib.data.tokens.prepare import prepare
@@ -94,6 +95,21 @@ def test_adapters_are_trained_and_written_merged_and_for_peft(folders, tmp_path,
     for name in base:
         if "norm" in name or "gate" in name or "embed" in name:
             np.testing.assert_array_equal(base[name], merged[name])
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_the_loss_of_texts_that_are_held_out_falls(folders, tmp_path, full):
+    text = tmp_path / "held_out.txt"
+    text.write_text("sentence number 100 of many")  # Training has the numbers 0 to 63.
+    finetune(settings(folders, tmp_path / "run", max_step=20, full=full, dtype="float32"))
+    before, after = (
+        {
+            each.metric: each.value
+            for each in moelib.evaluate(model, corpus=[str(text)], max_length=64)
+        }
+        for model in map(moelib.load_model, map(str, (folders[0], tmp_path / "run")))
+    )
+    assert after["bits_per_byte"] < 0.8 * before["bits_per_byte"]
 
 
 def test_an_adapted_run_is_not_written_without_its_adapters(folders, tmp_path):

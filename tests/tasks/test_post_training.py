@@ -71,6 +71,10 @@ def test_preferences_begin_at_the_reference_and_are_learned(folder, tmp_path, fu
     steps = metrics_of(settings(folder, tmp_path / "run", "dpo", full=full, max_step=8))
     assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert steps[0]["margin"] == pytest.approx(0, abs=1e-4)
+    assert "tokens_per_second" not in steps[-1]
+    assert steps[-1]["examples_per_second"] == pytest.approx(
+        steps[-1]["num_tokens"] / steps[-1]["step_seconds"], rel=1e-6
+    )
     assert steps[-1]["margin"] > 1
     assert steps[-1]["accuracy"] == 1
     assert steps[-1]["loss"] < 0.6
