@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from moelib.core.jaxpr import walk
+from moelib.kernels.backend import Device
+from moelib.train import stacks
 from moelib.train.stacks import with_empty_stacks
 
 
@@ -43,6 +45,12 @@ def test_backward_scans_write_into_empty_stacks():
     assert empty == [(5, 8, 8)]
     backward = [site.eqn for site in walk(found) if site.eqn.params.get("reverse")]
     assert [eqn.params["jaxpr"].out_avals[-1].shape for eqn in backward] == [(5, 8, 8)]
+
+
+def test_stacks_of_gpus_are_zeros_which_xla_partitions(monkeypatch):
+    monkeypatch.setattr(stacks, "current_device", lambda: Device("gpu", "NVIDIA H100", None))
+    found = jax.make_jaxpr(stacks.with_empty_stacks(_step))(*_arguments())
+    assert not [site for site in walk(found) if "empty" in str(site.eqn.primitive)]
 
 
 def test_a_scan_over_references_keeps_its_order_of_writes():
