@@ -51,6 +51,11 @@ class AdaptedWeight:
         """The weight, without a gradient."""
         return jax.lax.stop_gradient(self.weight)
 
+    @property
+    def scaled_b(self) -> Array:
+        """The matrix scale B; scaled before products, which are larger, are written."""
+        return self.scale * self.b
+
     def merged(self, fan_axes: FanAxes | None) -> Array:
         """Returns W + scale A B of a weight with these fan axes, summed in float32, in its dtype.
 
@@ -75,9 +80,9 @@ class AdaptedWeight:
         inside = dot(x, self.a, num_inputs)  # [..., r], or [..., n, r] of n stacked matrices.
         axis = x.ndim - num_inputs
         if inside.ndim == axis + 1:
-            return self.scale * dot(inside, self.b, 1)
-        parts = [dot(inside[..., i, :], b, 1) for i, b in enumerate(self.b)]
-        return self.scale * jnp.stack(parts, axis)
+            return dot(inside, self.scaled_b, 1)
+        parts = [dot(inside[..., i, :], b, 1) for i, b in enumerate(self.scaled_b)]
+        return jnp.stack(parts, axis)
 
 
 def split_frozen(weight: AdaptedWeight) -> tuple[AdaptedWeight, AdaptedWeight]:

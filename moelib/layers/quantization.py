@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from moelib.core import precision
 from moelib.core.param import Axes, Cast, ParameterSpec, specs_by_path
 from moelib.core.tree import Nested, by_path
+from moelib.kernels.backend import current_device
 from moelib.kernels.gmm import gmm
 from moelib.kernels.quantized_matmul import (
     TILES,
@@ -212,10 +213,8 @@ def project(x: Float[Array, "... D"], weight: Weight, *, num_inputs: int = 1) ->
 def batched_project(rows: Float[Array, "E C D"], weight: Weight) -> Array:
     """Returns the rows of each group times its matrix [E, D, F]."""
     if isinstance(weight, AdaptedWeight):
-        inside = batched_project(rows, weight.a)
-        return batched_project(rows, weight.frozen) + weight.scale * batched_project(
-            inside, weight.b
-        )
+        change = batched_project(batched_project(rows, weight.a), weight.scaled_b)
+        return batched_project(rows, weight.frozen) + change
     if not isinstance(weight, QuantizedWeight):
         return jnp.einsum("ecd,edf->ecf", rows, weight)
     return quantized_matmul(rows, weight.quantized, weight.gradient_of)
@@ -223,12 +222,26 @@ def batched_project(rows: Float[Array, "E C D"], weight: Weight) -> Array:
 
 def grouped_project(
     rows: Float[Array, "R D"], weight: Weight, group_sizes: Int[Array, "E"]
-) -> Array:
-    """Returns rows, sorted by group, times the matrices [E, D, F] of their groups."""
+) -> list[Array]:
+    """Returns rows, sorted by group, times each of the matrices [E, n, D, F] of their groups."""
     if isinstance(weight, AdaptedWeight):
-        inside = gmm(rows, weight.a, group_sizes)  # [R, r]
-        change = weight.scale * gmm(inside, weight.b, group_sizes)
-        return grouped_project(rows, weight.frozen, group_sizes) + change
+        a = _padded(jnp.moveaxis(weight.a, 1, 2), 3)  # [E, D, n, r]
+        inside = gmm(rows, a.reshape(*a.shape[:2], -1), group_sizes)  # Reads the rows once.
+        parts = jnp.split(inside, a.shape[2], axis=1)
+        b = _padded(weight.scaled_b, 2)
+        changes = [gmm(part, b[:, i], group_sizes) for i, part in enumerate(parts)]
+        products = grouped_project(rows, weight.frozen, group_sizes)
+        return [product + change for product, change in zip(products, changes, strict=True)]
+    num = weight.shape[1]
     if not isinstance(weight, QuantizedWeight):
-        return gmm(rows, weight, group_sizes)
-    return quantized_gmm(rows, weight.quantized, weight.gradient_of, group_sizes)
+        return [gmm(rows, weight[:, i], group_sizes) for i in range(num)]
+    each = [weight[:, i] for i in range(num)]
+    return [quantized_gmm(rows, x.quantized, x.gradient_of, group_sizes) for x in each]
+
+
+def _padded(matrices: Array, axis: int) -> Array:
+    """Returns the matrices of adapters with zeros up to a rank that kernels for GPUs take."""
+    if current_device().platform != "gpu":
+        return matrices
+    padding = [(0, -size % 64 if i == axis else 0) for i, size in enumerate(matrices.shape)]
+    return jnp.pad(matrices, padding)

@@ -103,7 +103,7 @@ class FeedForwardExperts(BaseLayer):
                 products_name="experts_up" if is_saved("experts_up") else None,
             )
         hidden = (hidden.astype(jnp.float32) * weights[:, None]).astype(rows.dtype)
-        y = grouped_project(hidden, params["down"], group_sizes)
+        (y,) = grouped_project(hidden, params["down"][:, None], group_sizes)
         return save_activation(y, "experts_down")
 
     def _unfused_hidden(
@@ -112,8 +112,7 @@ class FeedForwardExperts(BaseLayer):
         """Returns the activations between the matmuls: zeros for rows of no group."""
         ends, index = jnp.cumsum(group_sizes), jnp.arange(len(rows))
         parts = []
-        for i in range(self.config.activation.num_projections):
-            part = grouped_project(rows, params["up"][:, i], group_sizes)
+        for i, part in enumerate(grouped_project(rows, params["up"], group_sizes)):
             if self.config.bias:
                 group = jnp.searchsorted(ends, index, side="right")
                 part = part + params["up_bias"][:, i].at[group].get(mode="clip")
