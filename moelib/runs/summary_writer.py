@@ -25,16 +25,15 @@ from moelib.runtime.storage import atomic_file, parse_json, readable
 
 logger = logging.getLogger(__name__)
 
-# TensorBoard shows tags by the part before the first "/", in alphabetical order. {part: first parts
-# of the names of metrics}; metrics of layers and of the model are in "model".
+# TensorBoard shows tags by the part before the first "/", in alphabetical order: "loss" is first.
+# {part: first parts of the names of metrics}; metrics of layers and of the model are in "model".
 _TAG_GROUPS = {
     "loss": "loss mean_loss cross_entropy perplexity bits_per_byte objective aux_loss",
     "optimizer": "learning_rate gradient_norm parameter_norm update_norm update_ratio "
     "gradient_noise skipped skipped_steps",
     "speed": "tokens_per_second examples_per_second step_seconds tflops_per_second mfu "
     "device_memory_gb",
-    "time": "time",
-    "goodput": "goodput productive_seconds time_lost checkpoint",
+    "time": "time goodput productive_seconds time_lost checkpoint",
     "tokens": "num_tokens bytes_per_token",
 }
 _GROUP_OF = {name: group for group, names in _TAG_GROUPS.items() for name in names.split()}

@@ -1,4 +1,4 @@
-"""Memory for the state of a run, checked before it is allocated.
+"""Memory of a run: its state is checked before it is allocated, and a full device is explained.
 
 A CPU that runs out of memory does not raise RESOURCE_EXHAUSTED: it hangs or is killed.
 """
@@ -6,6 +6,7 @@ A CPU that runs out of memory does not raise RESOURCE_EXHAUSTED: it hangs or is 
 import collections
 import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -45,6 +46,26 @@ def check_memory(specs: Any, shardings: Any) -> None:
                 f"{name}, but only {format_bytes(available)} are available; split them over more "
                 "devices (fsdp, expert or model in mesh_shape), or make the model smaller."
             )
+
+
+@contextlib.contextmanager
+def explained_if_full(global_batch_size: int, num_microbatches: int) -> Iterator[None]:
+    """Explains errors in the block that say that a device is out of memory.
+
+    Raises:
+        InsufficientMemoryError: Instead of them; names what takes less memory.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise InsufficientMemoryError(
+            f"A device is out of memory ({str(error).splitlines()[0]}). Set num_microbatches above "
+            f"{num_microbatches} or input.global_batch_size below {global_batch_size}, save fewer "
+            "activations (model.decoder.remat), or split the state over more devices (mesh_shape); "
+            "`moelib plan` estimates the memory of each."
+        ) from error
 
 
 def _device_memory(device: Any) -> int | None:

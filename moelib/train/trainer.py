@@ -56,7 +56,7 @@ from moelib.train.failures import MAX_RETURNS, no_progress_error, non_finite_err
 from moelib.train.init_from import InitFrom
 from moelib.train.kernel_check import replaced_kernels
 from moelib.train.loop import TrainLoop
-from moelib.train.memory import check_memory
+from moelib.train.memory import check_memory, explained_if_full
 from moelib.train.metrics import NON_FINITE, language_metrics, unpack
 from moelib.train.phase_check import check_data, check_phases
 from moelib.train.program import StepProgram
@@ -492,6 +492,8 @@ class SpmdTrainer(StepProgram):
         with contextlib.ExitStack() as stack:
             check_processes(cfg)
             stack.enter_context(self.on_mesh())
+            batch_size = cfg.input.global_batch_size
+            stack.enter_context(explained_if_full(batch_size, cfg.num_microbatches))
             _ = self.batch_sharding  # Refuses a mesh that does not divide the batch.
             if cfg.phase is None:
                 check_phases(self, self._program_of)

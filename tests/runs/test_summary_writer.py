@@ -74,9 +74,7 @@ def test_tags_of_a_run_are_grouped(tmp_path):
     assert {"optimizer/gradient_norm/head", "speed/tokens_per_second", "time/input"} <= tags
     assert {"tokens/num_tokens", "model/logits_max", "config"} <= tags
     groups = {tag.partition("/")[0] for tag in tags}
-    assert groups == {
-        *("config", "goodput", "loss", "model", "optimizer", "speed", "time", "tokens")
-    }
+    assert groups == {*("config", "loss", "model", "optimizer", "speed", "time", "tokens")}
 
 
 def test_resumed_run_drops_later_steps_and_incomplete_lines(tmp_path):

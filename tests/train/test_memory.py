@@ -3,11 +3,13 @@
 import dataclasses
 import types
 
+import jax
 import pytest
 
 from moelib.core.param import ParameterSpec
 from moelib.learner.offload import MEMORY_KIND
 from moelib.train import memory
+from moelib.train.loop import TrainLoop
 from moelib.train.memory import InsufficientMemoryError, check_memory
 from tests import tiny
 
@@ -58,3 +60,19 @@ def test_each_accelerator_needs_its_shard(monkeypatch):
     monkeypatch.setattr(memory, "_host_memory", lambda: 79_999)
     with pytest.raises(InsufficientMemoryError, match="host memory"):
         check_memory(SPECS, placed(platform="gpu", kind=MEMORY_KIND, limit=1))
+
+
+def test_a_full_device_is_explained_by_what_takes_less(tmp_path, monkeypatch):
+    def run(self):
+        raise jax.errors.JaxRuntimeError(text)
+
+    monkeypatch.setattr(TrainLoop, "run", run)
+    cfg = tiny.trainer_config(tmp_path, evaler=False)
+    text = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.\nAt: step.py"
+    with pytest.raises(
+        InsufficientMemoryError, match=r"allocate 9 bytes.\).*num_microbatches above 1"
+    ):
+        cfg.instantiate(parent=None).run()
+    text = "INTERNAL: another error"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="another"):
+        cfg.instantiate(parent=None).run()
