@@ -185,7 +185,7 @@ def begin(
         index = jnp.arange(len(ids))[:, None]
         seen = jnp.zeros(logits.shape, bool).at[index, ids].max(mask)
     state, drawn = _with_next(state._replace(cache=cache, seen=seen), logits, decoding, record)
-    return state, drawn._replace(expert_ids=experts)
+    return state, drawn._replace(expert_ids=jax.tree.map(_replicated, experts))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
@@ -200,7 +200,7 @@ def advance(
     one = state.token[:, None], state.position[:, None], state.active[:, None]
     logits, cache, experts = next_logits(model, params, state.cache, *one, record == "experts")
     state, drawn = _with_next(state._replace(cache=cache), logits, decoding, record)
-    return state, drawn._replace(expert_ids=experts)
+    return state, drawn._replace(expert_ids=jax.tree.map(_replicated, experts))
 
 
 def _with_next(
@@ -228,7 +228,8 @@ def _with_next(
         num_generated=num_generated,
         seen=seen,
     )
-    # Replicated, so that the outputs have the shardings that the program was compiled for.
+    # Replicated, so that the outputs have the shardings that the program was compiled for, and each
+    # process can read what was drawn.
     found = Drawn(shown)
     if record is not None:
         log_probs = jax.nn.log_softmax(of_model)

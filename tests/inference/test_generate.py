@@ -12,6 +12,7 @@ from moelib.core import tree
 from moelib.core.errors import UserError
 from moelib.inference import decode
 from moelib.inference.generate import Completion, PromptError, Settings, generate, generate_tokens
+from moelib.inference.rollout import rollouts
 from moelib.inference.unstack import unstacked
 from moelib.layers.moe.dispatch import DenseDispatcher
 from moelib.layers.quantization import Quantization
@@ -201,6 +202,32 @@ def test_a_mesh_gives_the_texts_of_one_device(moe):
     shardings = sharding.named_shardings(model.create_parameter_specs_recursively(), mesh)
     with jax.set_mesh(mesh):
         assert many((model, jax.device_put(params, shardings)), prompts, **DRAWN, seed=4) == want
+
+
+def test_answers_on_a_mesh_are_those_of_one_device_and_whole_on_each(monkeypatch):
+    block = layer(tiny.moe(), num_kv_heads=2)
+    model, params = with_parameters(tiny.model_config(decoder(block, kind=LoopStack)))
+    options = {"stop_ids": [99], "max_new_tokens": 3, "seeds": range(4), "with_experts": True}
+    want = rollouts(model, params, PROMPTS, **options)
+    seen, read = [], np.asarray
+
+    def asarray(x, *args, **kwargs):
+        if isinstance(x, jax.Array):  # Of several processes, each reads its own devices alone.
+            seen.append(x.is_fully_replicated)
+        return read(x, *args, **kwargs)
+
+    mesh = tiny.mesh(expert=2, fsdp=2, model=2)
+    shardings = sharding.named_shardings(model.create_parameter_specs_recursively(), mesh)
+    with jax.set_mesh(mesh):
+        params = jax.device_put(params, shardings)
+        monkeypatch.setattr(decode.np, "asarray", asarray)
+        found = rollouts(model, params, PROMPTS, **options)
+    assert len(seen) == 4 * 3
+    assert all(seen)
+    for a, b in zip(found, want, strict=True):
+        assert a.ids == b.ids
+        np.testing.assert_allclose(a.log_probs, b.log_probs, rtol=1e-5)
+        np.testing.assert_array_equal(a.expert_ids, b.expert_ids)
 
 
 @pytest.mark.slow
