@@ -225,12 +225,8 @@ def grouped_project(
 ) -> list[Array]:
     """Returns rows, sorted by group, times each of the matrices [E, n, D, F] of their groups."""
     if isinstance(weight, AdaptedWeight):
-        a = _padded(jnp.moveaxis(weight.a, 1, 2), 3)  # [E, D, n, r]
-        inside = gmm(rows, a.reshape(*a.shape[:2], -1), group_sizes)  # Reads the rows once.
-        parts = jnp.split(inside, a.shape[2], axis=1)
-        b = _padded(weight.scaled_b, 2)
-        changes = [gmm(part, b[:, i], group_sizes) for i, part in enumerate(parts)]
         products = grouped_project(rows, weight.frozen, group_sizes)
+        changes = _grouped_changes(rows, weight.a, weight.scaled_b, group_sizes)
         return [product + change for product, change in zip(products, changes, strict=True)]
     num = weight.shape[1]
     if not isinstance(weight, QuantizedWeight):
@@ -239,9 +235,20 @@ def grouped_project(
     return [quantized_gmm(rows, x.quantized, x.gradient_of, group_sizes) for x in each]
 
 
-def _padded(matrices: Array, axis: int) -> Array:
-    """Returns the matrices of adapters with zeros up to a rank that kernels for GPUs take."""
-    if current_device().platform != "gpu":
-        return matrices
-    padding = [(0, -size % 64 if i == axis else 0) for i, size in enumerate(matrices.shape)]
-    return jnp.pad(matrices, padding)
+def _grouped_changes(
+    rows: Float[Array, "R D"],
+    a: Float[Array, "E n D r"],
+    b: Float[Array, "E n r F"],
+    group_sizes: Int[Array, "E"],
+) -> list[Array]:
+    """Returns (rows A) B of each of n matrices, [R, F].
+
+    The rows are read once, for all A. Each B has zeros for the others', because slices of so few
+    columns take a TPU longer than products with zeros. Kernels for GPUs take multiples of 64.
+    """
+    groups, num, dim, rank = a.shape
+    width = num * rank + (-num * rank % 64 if current_device().platform == "gpu" else 0)
+    joined = jnp.moveaxis(a, 1, 2).reshape(groups, dim, num * rank)
+    inside = gmm(rows, jnp.pad(joined, ((0, 0), (0, 0), (0, width - num * rank))), group_sizes)
+    around = lambda i: ((0, 0), (i * rank, width - (i + 1) * rank), (0, 0))
+    return [gmm(inside, jnp.pad(b[:, i], around(i)), group_sizes) for i in range(num)]
