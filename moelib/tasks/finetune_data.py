@@ -4,6 +4,7 @@ A folder holds `request.json`, the settings that made it, written last; others a
 """
 
 import dataclasses
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +32,8 @@ from moelib.runs.loading import load_model, stop_ids_of_model
 from moelib.runtime import storage
 from moelib.tasks.fine_tuning import FineTuning
 from moelib.tasks.rollout_input import RolloutInput, log_probs, write_prompts, write_stop_ids
+
+logger = logging.getLogger(__name__)
 
 _REQUEST = "request.json"
 
@@ -173,6 +176,13 @@ def _write_prompts(
     """Writes the prompts, and the tokens that end an answer; returns their number."""
     room = settings.seq_len - settings.max_new_tokens + 1
     chat = ChatFormat(options.chat_template(), tokenizer)
+    for end in chat.stop:
+        logger.warning(
+            "The chat template ends an answer with %r, which is several tokens of the tokenizer. "
+            "Drawn answers end at one token alone, so that they go on up to max_new_tokens=%d; set "
+            "another chat_template (--chat_template), or make the text a token.",
+            *(end, settings.max_new_tokens),
+        )
     options = dataclasses.replace(options, max_length=max(room, 1))
     prompts = list(pairs_lib.read_prompts(records, options, tokenizer, bad))
     write_prompts(folder, prompts)

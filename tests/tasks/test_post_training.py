@@ -247,6 +247,15 @@ def test_pairs_of_no_use_are_named(folder, tmp_path, record, message):
         finetune_config(dataclasses.replace(given, data=str(tmp_path / "pairs.jsonl")))
 
 
+@pytest.mark.parametrize(("end", "warns"), [("THE END", True), ("e", False)])
+def test_an_end_of_answers_in_several_tokens_is_named(folder, tmp_path, caplog, end, warns):
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}" + end + "\n{% endfor %}")
+    run = tmp_path / "run"
+    finetune_config(settings(folder, run, "grpo", chat_template=str(template)))
+    assert (f"{end!r}, which is several tokens" in caplog.text) is warns
+
+
 def test_data_of_another_request_are_not_used(folder, tmp_path):
     finetune_config(settings(folder, tmp_path / "run", "grpo"))
     with pytest.raises(UserError, match="made with another seq_len"):
