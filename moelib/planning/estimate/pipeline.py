@@ -103,20 +103,22 @@ def _costs(work: Workload, sizes: Sequence[int], passes: int) -> tuple[Costs, ..
     """Returns the FLOPs per token of the passes of each stage.
 
     Attention has no weights, and its kernels recompute the scores in the backward pass. The loss is
-    computed with its gradients.
+    computed with its gradients. Frozen matrices, which have none, count as spread evenly.
     """
+    matrices = work.forward_flops - work.attention_flops
+    trained = 1.0 - work.untrained_flops / matrices
     layer, scores = (x / work.num_layers for x in (work.decoder_flops, work.attention_flops))
     first = work.num_first_layers
     costs = [
-        Costs(n * layer, n * (passes * layer + 1.5 * scores), n * (layer - scores))
+        Costs(n * layer, n * (passes * layer + 1.5 * scores), n * trained * (layer - scores))
         for n in (work.block_size * size for size in sizes)
     ]
     begin = costs[0]
     costs[0] = begin._replace(
         forward=begin.forward + first * layer,
-        input=begin.input + first * ((passes + 1) * layer + 0.5 * scores),
+        input=begin.input + first * (passes * layer + 1.5 * scores + trained * (layer - scores)),
     )
-    head = 3 * (work.forward_flops - work.decoder_flops)
+    head = (2 + trained) * (work.forward_flops - work.decoder_flops)
     costs[-1] = costs[-1]._replace(forward=costs[-1].forward + head)
     return tuple(costs)
 

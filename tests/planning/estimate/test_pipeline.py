@@ -51,6 +51,17 @@ def test_the_idle_share_of_1f1b_is_that_of_the_papers(work, schedule, num):
     assert pipeline_of(work, schedule, 4, num).idle[0] > idle  # The last rank has the head.
 
 
+def test_frozen_weights_take_no_pass_for_their_gradients(work):
+    matrices = work.forward_flops - work.attention_flops
+    frozen = dataclasses.replace(work, untrained_flops=matrices)
+    sizes = (2, 2, 2, 2)
+    before, after = (pipeline_lib._costs(each, sizes, 1) for each in (work, frozen))
+    total = lambda costs: sum(x.forward + x.input + x.weight for x in costs)
+    assert [x.weight for x in after] == [0.0] * 4
+    # Three products with each matrix become two; scores take as long as before.
+    assert total(before) - total(after) == pytest.approx(matrices)
+
+
 @pytest.mark.parametrize("schedule", Schedule)
 def test_many_micro_batches_need_no_simulation(work, schedule, monkeypatch):
     found = pipeline_of(work, schedule, 2, 16)
