@@ -53,7 +53,7 @@ class AdaptedWeight:
 
     @property
     def scaled_b(self) -> Array:
-        """The matrix scale B; scaled before products, which are larger, are written."""
+        """The matrix scale B, which is smaller than the products that it scales."""
         return self.scale * self.b
 
     def merged(self, fan_axes: FanAxes | None) -> Array:

@@ -19,7 +19,6 @@ from jaxtyping import Array, Float, Int
 from moelib.core import precision
 from moelib.core.param import Axes, Cast, ParameterSpec, specs_by_path
 from moelib.core.tree import Nested, by_path
-from moelib.kernels.backend import current_device
 from moelib.kernels.gmm import gmm
 from moelib.kernels.quantized_matmul import (
     TILES,
@@ -196,7 +195,7 @@ def project(x: Float[Array, "... D"], weight: Weight, *, num_inputs: int = 1) ->
     """Returns x W, summed over the last dimensions of x and the first `num_inputs` of W."""
     if isinstance(weight, AdaptedWeight):
         y = project(x, weight.frozen, num_inputs=num_inputs)
-        return y + weight.change(x, num_inputs=num_inputs)
+        return _sum(y, weight.change(x, num_inputs=num_inputs))
     wide = precision.is_reduced_in_float32(x.dtype)
     if not isinstance(weight, QuantizedWeight):
         return (precision.tensordot if wide else jnp.tensordot)(x, weight, num_inputs)
@@ -210,11 +209,16 @@ def project(x: Float[Array, "... D"], weight: Weight, *, num_inputs: int = 1) ->
     return save_dot(y.reshape(*lead, *weight.shape[num_inputs:]))
 
 
+def _sum(product: Array, change: Array) -> Array:
+    """Returns the sum, rounded once: XLA takes a bare sum in bfloat16 twice as long on TPUs."""
+    return (product.astype(jnp.float32) + change.astype(jnp.float32)).astype(product.dtype)
+
+
 def batched_project(rows: Float[Array, "E C D"], weight: Weight) -> Array:
     """Returns the rows of each group times its matrix [E, D, F]."""
     if isinstance(weight, AdaptedWeight):
         change = batched_project(batched_project(rows, weight.a), weight.scaled_b)
-        return batched_project(rows, weight.frozen) + change
+        return _sum(batched_project(rows, weight.frozen), change)
     if not isinstance(weight, QuantizedWeight):
         return jnp.einsum("ecd,edf->ecf", rows, weight)
     return quantized_matmul(rows, weight.quantized, weight.gradient_of)
@@ -227,7 +231,7 @@ def grouped_project(
     if isinstance(weight, AdaptedWeight):
         products = grouped_project(rows, weight.frozen, group_sizes)
         changes = _grouped_changes(rows, weight.a, weight.scaled_b, group_sizes)
-        return [product + change for product, change in zip(products, changes, strict=True)]
+        return list(map(_sum, products, changes))
     num = weight.shape[1]
     if not isinstance(weight, QuantizedWeight):
         return [gmm(rows, weight[:, i], group_sizes) for i in range(num)]
@@ -243,12 +247,14 @@ def _grouped_changes(
 ) -> list[Array]:
     """Returns (rows A) B of each of n matrices, [R, F].
 
-    The rows are read once, for all A. Each B has zeros for the others', because slices of so few
-    columns take a TPU longer than products with zeros. Kernels for GPUs take multiples of 64.
+    The rows are read once, for all A. Each B has zeros in the rows of the other A: slices of a few
+    columns take longer than products with zeros.
     """
     groups, num, dim, rank = a.shape
-    width = num * rank + (-num * rank % 64 if current_device().platform == "gpu" else 0)
     joined = jnp.moveaxis(a, 1, 2).reshape(groups, dim, num * rank)
-    inside = gmm(rows, jnp.pad(joined, ((0, 0), (0, 0), (0, width - num * rank))), group_sizes)
-    around = lambda i: ((0, 0), (i * rank, width - (i + 1) * rank), (0, 0))
-    return [gmm(inside, jnp.pad(b[:, i], around(i)), group_sizes) for i in range(num)]
+    inside = gmm(rows, joined, group_sizes)
+    changes = []
+    for i in range(num):
+        around = (0, 0), (i * rank, (num - 1 - i) * rank), (0, 0)
+        changes.append(gmm(inside, jnp.pad(b[:, i], around), group_sizes))
+    return changes
