@@ -12,7 +12,7 @@ from typing import Any
 from moelib.checkpoint.contents import RECORD_FILE, list_checkpoints, list_lost
 from moelib.core.errors import UserError
 from moelib.runs.curves import RunMetrics
-from moelib.runs.folder import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, RunFolder
+from moelib.runs.folder import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, RunFolder, origin_text
 from moelib.runs.metrics_file import MetricsReader
 from moelib.runtime import storage
 from moelib.runtime.lock import is_locked
@@ -36,7 +36,8 @@ class Run:
     loss: float | None  # Mean loss of the last log interval, nats per token.
     # {"<evaler>/loss": (last value, least value, its step)}.
     validation: Mapping[str, tuple[float | None, float, int]]
-    rate: float | None  # Tokens, or examples of a task, per second on all devices.
+    rate: float | None  # Tokens or examples per second, on all devices.
+    rate_unit: str  # "tokens/s", or "examples/s" of a task, DPO or GSPO.
     goodput: float | None  # 0 to 1.
     changed: float  # Time of the last change of its files, in seconds since 1970.
     origin: str  # Run and step whose state it began with; empty for a run of its own.
@@ -89,6 +90,7 @@ def describe_run(directory: str, metrics: RunMetrics, name: str) -> Run:
     origin = next((x for x in events if x["event"] == "init_from"), {})
     start = next((x for x in reversed(events) if x["event"] == "start"), {})
     is_validation = re.compile(VALIDATION)
+    unit = "examples" if metrics.last("examples_per_second") is not None else "tokens"
     return Run(
         name=name,
         state=state,
@@ -102,10 +104,11 @@ def describe_run(directory: str, metrics: RunMetrics, name: str) -> Run:
             for key, x in sorted(curves.items())
             if is_validation.fullmatch(key)
         },
-        rate=metrics.last("tokens_per_second") or metrics.last("examples_per_second"),
+        rate=metrics.last(f"{unit}_per_second"),
+        rate_unit=f"{unit}/s",
         goodput=metrics.last("goodput"),
         changed=max((os.path.getmtime(x) for x in files if os.path.exists(x)), default=0.0),
-        origin=f"{origin.get('run')}, step {origin.get('step')}" if origin else "",
+        origin=origin_text(origin) if origin else "",
         damage=metrics.reader.damage(),
     )
 
@@ -169,7 +172,7 @@ def runs_table(runs: Sequence[Run]) -> Table:
                 _number(run.loss, ".4f"),
                 _number(last, ".4f"),
                 f"{best:.4f} at {at:,}" if best is not None else "",
-                _number(run.rate, ",.0f"),
+                f"{run.rate:,.0f} {run.rate_unit}" if run.rate is not None else "",
                 _number(run.goodput, ".1%"),
                 time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed)),
                 run.origin,
@@ -178,7 +181,7 @@ def runs_table(runs: Sequence[Run]) -> Table:
         notes += [f"{run.name}: {text.rstrip('.')}." for text in (run.cause, run.damage) if text]
     if any(len(run.validation) > 1 for run in runs):
         notes.append("Validation: the first evaler by name; --json shows all.")
-    columns = ["run", "state", "step>", "loss>", "validation>", "best>", "tokens/s>", "goodput>"]
+    columns = ["run", "state", "step>", "loss>", "validation>", "best>", "rate>", "goodput>"]
     return Table("Runs", [*columns, "changed", "origin"], rows, notes)
 
 

@@ -49,7 +49,12 @@ _CHARTS = (
 )
 # Charts whose first steps would leave no height to the others: their values set no range.
 _FALLING = ("Loss", "Gradient norm")
-_WORDS = {"mean_loss": "training", "mfu": "MFU", "tokens_per_second": "tokens"}
+_WORDS = {
+    "mean_loss": "training",
+    "mfu": "MFU",
+    "tokens_per_second": "tokens",
+    "examples_per_second": "examples",
+}
 # (title, regex of a field) of the lines of the config that are shown.
 _SETTINGS = (
     ("batch, sequences", r"input\.global_batch_size"),

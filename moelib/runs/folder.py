@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from moelib.checkpoint.contents import CheckpointRecord, newest_record
@@ -215,3 +215,9 @@ def _event_of(line: str) -> Event | None:
     except ValueError:
         return None
     return event if isinstance(event, dict) and "event" in event and "time" in event else None
+
+
+def origin_text(origin: Mapping[str, Any]) -> str:
+    """Returns the run, and its step, or the model of Hugging Face that another run starts from."""
+    step = origin.get("step")
+    return str(origin["run"]) + ("" if step is None else f", step {step}")

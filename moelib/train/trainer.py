@@ -40,7 +40,7 @@ from moelib.parallel import sharding
 from moelib.parallel.mesh import MESH_AXIS_NAMES, HybridMeshShape, mesh_shape_from_axes
 from moelib.parallel.pipeline.schedule import Schedule
 from moelib.runs import course, phases
-from moelib.runs.folder import RunFolder
+from moelib.runs.folder import RunFolder, origin_text
 from moelib.runs.identity import AcceptedChange, check_directory, check_inputs, check_processes
 from moelib.runs.input_state import gather_input_state, input_state_of
 from moelib.runs.model_files import check_tokenizers, save_tokenizer
@@ -485,6 +485,7 @@ class SpmdTrainer(StepProgram):
             OtherPhase: If the newest checkpoint is of another phase.
             NonFiniteError: At the first step whose loss or parameters are not finite.
             CheckpointSaveError: If the last checkpoint could not be written.
+            InsufficientMemoryError: If a device or the host has too little memory.
         """
         cfg, began = self.config, time.time()
         self.folder = RunFolder(cfg.dir)  # Whose events are read again.
@@ -600,8 +601,7 @@ class SpmdTrainer(StepProgram):
             on_process_0(lambda: copy_files(weights, cfg.dir))
         if self._origin and jax.process_index() == 0:
             self.folder.note(course.INIT_FROM, **self._origin)
-            step = self._origin["step"]  # None for a model of Hugging Face.
-            print(f"starts from {self._origin['run']}{'' if step is None else f', step {step}'}")
+            print(f"starts from {origin_text(self._origin)}")
 
     def _take_steps(self, start: Start, prng_key: jax.Array | int | None) -> dict[str, Any]:
         """Runs the loop, again from the newest checkpoint after each bad step to take again."""

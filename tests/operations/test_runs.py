@@ -37,7 +37,7 @@ def test_runs_below_a_folder_are_described(tmp_path):
     assert (a.loss, a.rate, a.goodput) == (2.0, 30e3, None)
     assert a.validation == {"val/loss": (10, 0, 20)}
     assert runs_table([a, b]).rows[0][1:7] == [
-        *("finished", "30 / 30", "2.0000", "10.0000", "0.0000 at 20", "30,000")
+        *("finished", "30 / 30", "2.0000", "10.0000", "0.0000 at 20", "30,000 tokens/s")
     ]
 
 
@@ -58,6 +58,16 @@ def test_the_log_of_events_gives_the_state(tmp_path, events, state, cause):
     (run,) = list_runs([str(tmp_path)])
     assert run.state == state
     assert cause in run.cause
+
+
+def test_a_run_of_examples_that_starts_from_a_model_says_so(tmp_path):
+    write_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 1.0, "examples_per_second": 7.0}\n'
+    )
+    RunFolder(tmp_path).log("init_from", run="models/base", step=None)
+    (run,) = list_runs([str(tmp_path)])
+    assert (run.rate, run.rate_unit, run.origin) == (7.0, "examples/s", "models/base")
 
 
 def test_a_run_whose_only_checkpoint_lost_its_record_is_not_finished(tmp_path):

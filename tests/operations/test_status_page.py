@@ -87,7 +87,7 @@ def test_a_list_of_long_runs_is_read_over_several_requests(tmp_path, monkeypatch
         found = [json.loads(get(url, "/runs.json")[2]) for _ in range(6)]
     assert [x["is_complete"] for x in found] == [False] * 5 + [True]
     rows = [[row[x] for x in (2, 4, 6)] for row in found[-1]["rows"]]
-    assert rows == [["500 / 500", "480.0000", "500,000"]] * 2
+    assert rows == [["500 / 500", "480.0000", "500,000 tokens/s"]] * 2
 
 
 def test_files_of_the_run_are_sent_as_text(url):
