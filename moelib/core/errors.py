@@ -55,3 +55,11 @@ def masked(text: str) -> str:
     for pattern in _PASSWORDS:
         text = pattern.sub(r"\1***", text)
     return text
+
+
+def is_full_device(error: BaseException) -> bool:
+    """Returns whether XLA says that a device has no memory left, other than a kernel's own."""
+    text = str(error)
+    return "RESOURCE_EXHAUSTED" in text and not re.search(
+        r"vmem|shared memory", text, re.IGNORECASE
+    )

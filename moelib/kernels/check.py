@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from moelib.core.errors import UserError
+from moelib.core.errors import UserError, is_full_device
 from moelib.kernels.backend import Call, kernel_backends, traced_backends
 
 # Largest difference, as a share of the largest reference value, and of a row, as a share of its
@@ -57,7 +57,7 @@ def compare(call: Call) -> str | None:
             return _difference(call)
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
-        if "RESOURCE_EXHAUSTED" in reason and "vmem" not in reason:  # Of the kernel's own.
+        if is_full_device(error):
             return NO_MEMORY
         return f"{FAILS} ({type(error).__name__}: {reason:.300})"
 

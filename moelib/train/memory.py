@@ -12,14 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moelib.core.errors import UserError
+from moelib.core.errors import UserError, is_full_device
 from moelib.core.param import ParameterSpec, is_spec
 from moelib.learner.offload import MEMORY_KIND
 from moelib.runtime.progress import format_bytes
 
 
 class InsufficientMemoryError(UserError):
-    """The state of a run is larger than the memory of a device or of the host."""
+    """The state or a step of a run takes more memory than a device or the host has."""
 
 
 def check_memory(specs: Any, shardings: Any) -> None:
@@ -58,7 +58,7 @@ def explained_if_full(global_batch_size: int, num_microbatches: int) -> Iterator
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not is_full_device(error):
             raise
         raise InsufficientMemoryError(
             f"A device is out of memory ({str(error).splitlines()[0]}). Set num_microbatches above "

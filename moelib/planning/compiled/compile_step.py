@@ -10,7 +10,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from moelib.core.config import REQUIRED
-from moelib.core.errors import UserError
+from moelib.core.errors import UserError, is_full_device
 from moelib.parallel.mesh import describe_mesh
 from moelib.planning.compiled.dump import write_dump
 from moelib.planning.compiled.examine import Step, examine, state_bytes
@@ -121,9 +121,9 @@ def no_compilation_cache() -> Iterator[None]:
 
 def _out_of_memory(error: Exception, trainer: Any, topology: Topology) -> OutOfMemoryError | None:
     """Returns the error for a step that does not fit, or None if `error` is another one."""
-    text = str(error)
-    if "RESOURCE_EXHAUSTED" not in text or "hbm" not in text.lower():
+    if not is_full_device(error):
         return None
+    text = str(error)
     found = re.search(r"total memory required for ([^(]*)\(([\d.]+)G\).*\(([\d.]+)G\)", text)
     reason = (
         f"needs {found.group(2)} of {found.group(3)} GiB per device for {found.group(1).strip()}"

@@ -103,7 +103,8 @@ def _costs(work: Workload, sizes: Sequence[int], passes: int) -> tuple[Costs, ..
     """Returns the FLOPs per token of the passes of each stage.
 
     Attention has no weights, and its kernels recompute the scores in the backward pass. The loss is
-    computed with its gradients. Frozen matrices, which have none, count as spread evenly.
+    computed with its gradients. Frozen matrices have no gradients of weights; they are assumed to
+    be spread evenly over the layers and the head.
     """
     matrices = work.forward_flops - work.attention_flops
     trained = 1.0 - work.untrained_flops / matrices
