@@ -87,14 +87,14 @@ def _do(talk: Any, line: str) -> bool:
     """Carries out a command or answers a message. Returns whether the conversation ends."""
     command, _, argument = line.strip().partition(" ")
     match command:
-        case "/quit":
+        case "/quit" if not argument:
             return True
-        case "/clear":
+        case "/clear" if not argument:
             talk.clear()
         case "/save" if argument:
             talk.save(argument.strip())
             print(f"{argument.strip()}: {len(talk.messages)} messages.")
-        case "/again":
+        case "/again" if not argument:
             _show(talk.again)
         case _ if command.startswith("/"):
             raise UserError(f"{line.strip()!r:.40}: write /again, /clear, /save FILE or /quit.")

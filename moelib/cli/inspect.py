@@ -33,6 +33,8 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     text = flags.text or _read(flags.text_file or "")
     if os.path.exists(flags.output):
         raise UsageError(f"--output {flags.output} exists; remove it, or set another file.")
+    if not os.path.isdir(folder := os.path.dirname(flags.output) or "."):
+        raise UsageError(f"--output {flags.output}: there is no folder {folder}; make it.")
     model = flags.load()
     from moelib.inference.trace import trace
     from moelib.inference.trace_page import trace_page
@@ -46,6 +48,10 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         file.write(trace_page(found, model.tokenizer, title=title + step))
     loss = found.losses.mean()
     print(f"{flags.output}: {len(found.tokens)} tokens, mean loss {loss:.4f} nats.")
+    if model.max_length is not None and len(found.tokens) > model.max_length:
+        print(
+            f"The model was trained on up to {model.max_length} tokens: the rest may mean nothing."
+        )
 
 
 def _read(path: str) -> str:

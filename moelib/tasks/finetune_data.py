@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from moelib.core import module_names, trusted_code
 from moelib.core.errors import ExistingFileError, UserError
 from moelib.data.batches.input import Input
 from moelib.data.batches.lm_input import LMInput
@@ -21,7 +22,7 @@ from moelib.data.sources.source import BadRecords, Source, fingerprint
 from moelib.data.sources.source_for_path import source_for_path
 from moelib.data.tokens.chat import pairs as pairs_lib
 from moelib.data.tokens.chat.labels import ChatOptions, chat_options
-from moelib.data.tokens.chat.template import ChatTemplate, find_template
+from moelib.data.tokens.chat.template import ChatTemplate, TemplateError, find_template
 from moelib.data.tokens.prepare import prepare
 from moelib.data.tokens.token_store import META, TokenStore
 from moelib.data.tokens.tokenizer import Tokenizer
@@ -66,10 +67,49 @@ def input_of(settings: FineTuning, model: Any) -> Input.Config:
             f"objective={settings.objective} needs a reward; set reward (--reward) to a Python "
             "function, as module:function."
         )
+    if settings.max_new_tokens >= settings.seq_len:
+        raise UserError(
+            f"max_new_tokens={settings.max_new_tokens} leaves no room for a prompt in seq_len="
+            f"{settings.seq_len}; set max_new_tokens below it."
+        )
+    _check_reward(settings.reward)
     _made(settings, folder, _write_prompts)
     names = ("reward", "group_size", "max_new_tokens", "steps_per_rollout", "replay_routing")
     fields = {name: getattr(settings, name) for name in names}
     return RolloutInput.default_config().set(path=folder, **fields, **sizes)
+
+
+def _check_reward(reward: str) -> None:
+    """Raises UserError if there is no such reward, or its file cannot be imported."""
+    module, _, name = reward.partition(":")
+    if not module or not name:
+        raise UserError(f"reward={reward!r} is no function; set it to module:function.")
+    if module_names.find_module(module) is None:
+        raise UserError(
+            f"reward={reward!r}: there is no module {module} here; set reward to a function of a "
+            "Python file in this folder, as file:function without .py."
+        )
+    try:
+        trusted_code.resolve(reward)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"reward={reward!r}: {module} cannot be imported ({type(error).__name__}: {error}); "
+            "correct it."
+        ) from error
+
+
+def _check_template(template: ChatTemplate) -> None:
+    """Raises UserError if a template cannot write a question and its answer."""
+    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+    cure = "correct it, or set another chat_template (--chat_template)."
+    try:
+        text = template.render(messages)
+    except TemplateError as error:
+        raise UserError(f"{template.name} fails at two plain messages: {error} {cure}") from error
+    if "answer" not in text:
+        raise UserError(f"{template.name} does not write what an assistant says; {cure}")
 
 
 def _store(settings: FineTuning) -> str:
@@ -101,6 +141,7 @@ def _opened(settings: FineTuning) -> tuple[Source, Tokenizer, ChatTemplate]:
             f"model={settings.model} has no chat template; set chat_template (--chat_template) to "
             "chatml, llama3, plain or a file of Jinja."
         )
+    _check_template(template)
     return records, tokenizer, template
 
 
@@ -179,8 +220,8 @@ def _write_prompts(
     for end in chat.stop:
         logger.warning(
             "The chat template ends an answer with %r, which is several tokens of the tokenizer. "
-            "Drawn answers end at one token alone, so that they go on up to max_new_tokens=%d; set "
-            "another chat_template (--chat_template), or make the text a token.",
+            "Rollouts end an answer at a single token, so answers go on up to max_new_tokens=%d; "
+            "set another chat_template (--chat_template), or make the text a token.",
             *(end, settings.max_new_tokens),
         )
     options = dataclasses.replace(options, max_length=max(room, 1))

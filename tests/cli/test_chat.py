@@ -67,6 +67,7 @@ def test_commands(monkeypatch, hub, tmp_path, capsys):
         "/again",
         f"/save {file}",
         "/nothing",
+        "/quit now",
         "/quit",
     ]
     talk(monkeypatch, hub, [*lines, "/quit", "never read"], "--system=s")
@@ -76,6 +77,7 @@ def test_commands(monkeypatch, hub, tmp_path, capsys):
     assert out.err.splitlines() == [
         "error: There is no message to answer; write one first.",
         "error: '/nothing': write /again, /clear, /save FILE or /quit.",
+        "error: '/quit now': write /again, /clear, /save FILE or /quit.",
     ]
     assert json.loads(file.read_text())["messages"] == [
         {"role": "system", "content": "s"},

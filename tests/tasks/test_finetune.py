@@ -67,7 +67,9 @@ def test_adapters_are_trained_and_written_merged_and_for_peft(folders, tmp_path,
     convert.to_hugging_face(str(run), str(run / "merged"), merge=True)
     # --8<-- [end:finetune]
     assert result.step == 6
-    assert "trained" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "trained" in out
+    assert f"starts from {model}\n" in out
     base, merged = (load_file(x / "model.safetensors") for x in (model, run / "merged"))
     adapter = load_file(run / "adapter" / "adapter_model.safetensors")
     found = json.loads((run / "adapter" / "adapter_config.json").read_text())
@@ -167,6 +169,21 @@ def test_data_without_conversations_or_template_are_refused(folders, tmp_path, n
 
 
 @pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ absent.field }}", "fails at two plain messages: .*absent.*--chat_template"),
+        ("{% for m in messages %}x{% endfor %}", "does not write what an assistant says"),
+    ],
+)
+def test_a_template_that_fails_is_blamed_instead_of_the_data(folders, tmp_path, template, message):
+    data, file = tmp_path / "chat.jsonl", tmp_path / "own.jinja"
+    data.write_text('{"prompt": "a", "completion": "b"}\n')
+    file.write_text(template)
+    with pytest.raises(UserError, match=r"own\.jinja " + message):
+        finetune_config(settings((folders[0], data), tmp_path / "run", chat_template=str(file)))
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"reward": "a:b"}, "--reward is of the objective grpo or gspo, not sft; remove it"),
@@ -182,7 +199,8 @@ def test_settings_without_an_effect_are_refused(folders, tmp_path, fields, messa
 
 def test_the_cures_of_bad_conversations_are_flags_of_the_command(folders, tmp_path):
     data, fields = tmp_path / "chat.jsonl", {"chat_template": "plain"}
-    data.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": 3}\n')
+    lines = '{"prompt": "a", "completion": "b"}\n{"prompt": 3}\n'
+    data.write_text(lines + r'{"prompt": "\ud800", "completion": "b"}' + "\n")
     asked = settings((folders[0], data), tmp_path / "run", **fields)
     with pytest.raises(UserError, match="--skip_bad_lines"):
         finetune_config(asked)

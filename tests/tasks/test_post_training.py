@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 
+from moelib.core import trusted_code
 from moelib.core.config import config_for_function
 from moelib.core.errors import UserError
 from moelib.data.tokens.tokenizer import ByteTokenizer
@@ -89,6 +90,7 @@ def test_rewards_rise_and_the_sampler_agrees_with_the_trainer(folder, tmp_path, 
     replaced = [name for name in steps[0] if "replaced" in name]
     assert len(replaced) == 2
     assert all(x[name] < 0.01 for x in steps for name in replaced)
+    assert ("examples_per_second" in steps[-1]) is (objective == "gspo")
     assert steps[0]["reward"] < 0.3
     assert steps[-1]["reward"] > 0.8
 
@@ -238,6 +240,7 @@ def test_settings_that_do_not_fit_are_refused(tmp_path, fields, message):
         ({"prompt": "a", "chosen": "b"}, "not rejected"),
         ({"chosen": "b", "rejected": "c"}, "chosen is a text; add a prompt"),
         ({"prompt": "a", "chosen": "b", "rejected": " "}, "an empty message"),
+        ({"prompt": "a", "chosen": "b", "rejected": "\ud800"}, "half a surrogate pair"),
     ],
 )
 def test_pairs_of_no_use_are_named(folder, tmp_path, record, message):
@@ -254,6 +257,26 @@ def test_an_end_of_answers_in_several_tokens_is_named(folder, tmp_path, caplog, 
     run = tmp_path / "run"
     finetune_config(settings(folder, run, "grpo", chat_template=str(template)))
     assert (f"{end!r}, which is several tokens" in caplog.text) is warns
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"reward": "absent_here:f"}, "no module absent_here here; set reward"),
+        ({"reward": "broken_reward:f"}, r"broken_reward cannot be imported \(NameError"),
+        ({"reward": "broken_reward"}, "set it to module:function"),
+        ({"max_new_tokens": 64}, "max_new_tokens=64 leaves no room .* seq_len=64"),
+    ],
+)
+def test_rewards_without_a_function_are_refused_before_the_data(
+    folder, tmp_path, monkeypatch, fields, message
+):
+    (tmp_path / "broken_reward.py").write_text("nothing_of_this_name")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(trusted_code, "_folders", {str(tmp_path)})  # As the command allows its own.
+    with pytest.raises(UserError, match=message):
+        finetune_config(settings(folder, tmp_path / "run", "grpo", **fields))
+    assert not (tmp_path / "run.data").exists()
 
 
 def test_data_of_another_request_are_not_used(folder, tmp_path):

@@ -107,17 +107,18 @@ def record_of(line: bytes) -> Mapping[str, Any]:
 
 def text_of(record: Mapping[str, Any], field: str | None) -> str:
     """Returns the text field of a record, or the whole. Raises BadRecordError if it is no text."""
+    name = "it" if field is None else f"field {field!r}"
     if field is None:
-        return record_as_text(record)
-    if field not in record:
+        text = record_as_text(record)
+    elif field not in record:
         names = f"{sorted(record)}"
-        raise BadRecordError(f"no field {field!r}; it has {names:.200}: set text_field")
-    if not isinstance(text := record[field], str):
-        raise BadRecordError(f"field {field!r} is {text!r:.40}, not text")
+        raise BadRecordError(f"no {name}; it has {names:.200}: set text_field")
+    elif not isinstance(text := record[field], str):
+        raise BadRecordError(f"{name} is {text!r:.40}, not text")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise BadRecordError(f"field {field!r} has half a surrogate pair, not text") from None
+        raise BadRecordError(f"{name} has half a surrogate pair, not text") from None
     return text
 
 

@@ -107,7 +107,7 @@ class ChatEncoder:
         Raises:
             RecordError: If the template refuses it.
         """
-        self._check_special_tokens(conversation)
+        self._check_texts(conversation)
         messages, tools = conversation
         try:
             text = self._template.render(messages, add_generation_prompt=True, tools=tools)
@@ -116,17 +116,19 @@ class ChatEncoder:
         return self._tokenizer.encode_rendered(text)
 
     def _rendered(self, conversation: Conversation) -> list[Rendered]:
-        self._check_special_tokens(conversation)
+        self._check_texts(conversation)
         try:
             return render(self._template, conversation)
         except TemplateError as error:
             raise RecordError("refused by the template", str(error)) from None
 
-    def _check_special_tokens(self, conversation: Conversation) -> None:
-        """Refuses records with the text of a special token: it would end or begin a message."""
+    def _check_texts(self, conversation: Conversation) -> None:
+        """Refuses half surrogates, and special tokens, which would end or begin a message."""
         parts = {f"messages[{i}]": message for i, message in enumerate(conversation.messages)}
         for name, part in (parts | {"tools": conversation.tools}).items():
             texts = list(_texts(part))
+            if any("\ud800" <= each <= "\udfff" for text in texts for each in text):
+                raise RecordError("no text of Unicode", f"{name} has half a surrogate pair")
             for token in self._tokenizer.special_tokens:
                 if any(token in text for text in texts):
                     raise RecordError("a special token in a message", f"{name} contains {token!r}")
