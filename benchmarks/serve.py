@@ -1,7 +1,8 @@
 """`moelib serve` with several clients: `python -m benchmarks.serve --hf_dir=MODEL`.
 
 The server is a process of its own, and each client a thread that asks for one text after another by
-HTTP. Numbers of clients take turns; rates are over the time of a turn.
+HTTP. Numbers of clients alternate; rates are over the time of a repeat. All texts begin with the
+same prompt, so that their tokens visit the same experts.
 """
 
 import concurrent.futures
@@ -29,9 +30,9 @@ class Flags:
     """Flags of the command."""
 
     hf_dir: str = flag("exported", "Folder of the model.")
-    texts: int = flag(4, "Texts of each client in a turn.", lower_bound=1)
-    max_tokens: int = flag(64, "Tokens of a text, at most.", lower_bound=1)
-    repeats: int = flag(5, "Turns of each number of clients.", lower_bound=1)
+    texts: int = flag(4, "Number of texts per client and repeat.", lower_bound=1)
+    max_tokens: int = flag(64, "Maximum number of tokens of a text.", lower_bound=1)
+    repeats: int = flag(5, "Number of repeats.", lower_bound=1)
 
 
 def num_tokens(url: str, flags: Flags) -> int:
@@ -66,12 +67,15 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     ) as server:
         assert server.stdout is not None
         url = server.stdout.readline().partition(": ")[0]
+        if not url:
+            raise UserError(f"{' '.join(command[2:])} did not start; see its message.")
         rates: dict[int, list[float]] = {n: [] for n in CLIENTS}
         try:
-            for turn in range(flags.repeats + 1):
+            for repeat in range(flags.repeats + 1):
                 for clients, found in rates.items():
                     measured = rate(url, flags, clients)
-                    found += [measured] if turn else []  # The first turn compiles.
+                    if repeat:  # The first one compiles.
+                        found.append(measured)
         finally:
             server.terminate()
     rows = [(str(n), f"{max(x):,.0f}", f"{statistics.median(x):,.0f}") for n, x in rates.items()]

@@ -106,7 +106,8 @@ class CausalLM(StackedModel):
     @property
     def counts_tokens(self) -> bool:
         """Whether the weight of the loss is a number of tokens, not of sequences."""
-        return self._objective is None or self._objective.counts_tokens
+        own = self._objective is None or self._objective.counts_tokens
+        return super().counts_tokens and own
 
     @property
     def stack(self) -> BaseLayer:

@@ -22,7 +22,8 @@ class Model(BaseLayer):
     Only `forward` is required; the other members have defaults.
     """
 
-    # Whether the loss, or the metric `cross_entropy`, is nats per token: then perplexity is too.
+    # Whether the loss, or the metric `cross_entropy`, is in nats per token, so that perplexity is
+    # defined.
     is_language_model: ClassVar[bool] = True
     # Whether a later process can build the model from the text of its config.
     is_in_config: ClassVar[bool] = True

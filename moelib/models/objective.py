@@ -85,7 +85,7 @@ class DirectPreference(Objective):
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether `num_labels` is a number of tokens: it is one of pairs."""
+        """False: `num_labels` is a number of pairs."""
         return False
 
     def num_labels(self, batch: Batch) -> Float[Array, ""]:

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import __main__ as bench
 from benchmarks import cases as bench_cases
-from benchmarks import measure, task_lines, tiny_runs
+from benchmarks import measure, serve, task_lines, tiny_runs
 from benchmarks import transformers_comparison as comparison
 from benchmarks.calibration import as_markdown, calibrate
 from benchmarks.published_runs import EXCLUDED, PUBLISHED_RUNS
@@ -25,10 +25,21 @@ from moelib.layers.moe.layer import MoELayer
 from moelib.models.cost import model_cost
 from moelib.runs.metrics_file import read_metrics
 from moelib.runtime.command_line import run_command
+from tests.train import small_run
 
 SMALL = Sizes(
     batch_size=8, seq_len=16, dim=32, hidden_dim=16, num_experts=8, num_heads=2, num_kv_heads=1
 )
+
+
+@pytest.mark.slow
+def test_the_rates_of_a_server_are_measured(tmp_path, capsys):
+    small_run.make_hub(tmp_path)
+    flags = serve.Flags(hf_dir=str(tmp_path), texts=1, max_tokens=2, repeats=1)
+    serve.run(flags, [])
+    rows = re.findall(r"^ +(\d+) +([\d,]+) +([\d,]+) *$", capsys.readouterr().out, re.MULTILINE)
+    assert [int(row[0]) for row in rows] == [1, 4, 16]
+    assert all(row[1] == row[2] != "0" for row in rows)
 
 
 def test_the_model_has_the_documented_size_and_flops():

@@ -71,14 +71,17 @@ def talk(folder, command):
         ) as process,
         browser.open_page(folder) as page,
     ):
-        url = process.stdout.readline().partition(": ")[0]
-        for width, height in (1280, 800), (390, 700):
-            page.show(url, width=width, height=height)
-            page.wait_for("document.title === 'grpo'")
-            page.value("at('temperature').value = 0")
-            page.value(f"at('text').value = '{question}'; at('form').requestSubmit()")
-            page.wait_for("running === null && messages.length === 2")
-            assert page.value("messages[1].content").strip() == "It is 8 ."
-            page.screenshot(folder / f"chat_{width}.png")
-        process.terminate()
-        assert process.wait(60) == 0
+        try:
+            url = process.stdout.readline().partition(": ")[0]
+            for width, height in (1280, 800), (390, 700):
+                page.show(url, width=width, height=height)
+                page.wait_for("document.title === 'grpo'")
+                page.value("at('temperature').value = 0")
+                page.value(f"at('text').value = '{question}'; at('form').requestSubmit()")
+                page.wait_for("running === null && messages.length === 2")
+                assert page.value("messages[1].content").strip() == "It is 8 ."
+                page.screenshot(folder / f"chat_{width}.png")
+            process.terminate()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()

