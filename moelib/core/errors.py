@@ -59,7 +59,6 @@ def masked(text: str) -> str:
 
 def is_full_device(error: BaseException) -> bool:
     """Returns whether XLA says that a device has no memory left, other than a kernel's own."""
-    text = str(error)
-    return "RESOURCE_EXHAUSTED" in text and not re.search(
-        r"vmem|shared memory", text, re.IGNORECASE
-    )
+    line, _, _ = str(error).strip().partition("\n")
+    of_kernel = re.search(r"vmem|shared memory", line, re.IGNORECASE)
+    return "RESOURCE_EXHAUSTED" in line and of_kernel is None

@@ -247,8 +247,8 @@ def _grouped_changes(
 ) -> list[Array]:
     """Returns (rows A) B of each of n matrices, [R, F].
 
-    The rows are read once, for all A. Each B has zeros in the rows of the other A: slices of a few
-    columns take longer than products with zeros.
+    The rows are read once, for all A, and no columns are sliced: each B has zeros in the rows of
+    the other A.
     """
     groups, num, dim, rank = a.shape
     joined = jnp.moveaxis(a, 1, 2).reshape(groups, dim, num * rank)

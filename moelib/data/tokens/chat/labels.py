@@ -127,8 +127,11 @@ class ChatEncoder:
         parts = {f"messages[{i}]": message for i, message in enumerate(conversation.messages)}
         for name, part in (parts | {"tools": conversation.tools}).items():
             texts = list(_texts(part))
-            if any("\ud800" <= each <= "\udfff" for text in texts for each in text):
-                raise RecordError("no text of Unicode", f"{name} has half a surrogate pair")
+            try:
+                "\n".join(texts).encode()
+            except UnicodeEncodeError:
+                text = f"{name} has half a surrogate pair"
+                raise RecordError("no text of Unicode", text) from None
             for token in self._tokenizer.special_tokens:
                 if any(token in text for text in texts):
                     raise RecordError("a special token in a message", f"{name} contains {token!r}")
