@@ -136,10 +136,11 @@ def test_transformers_computes_the_same_and_both_read_what_the_other_writes(
     settings = json.loads((HERE / "fixtures" / family / "config.json").read_text())
     if family == "granitemoehybrid" and version == OLDER:  # Its norms are over all groups.
         settings["mamba_n_groups"] = 1
-    rope = {**(rope or settings["rope_parameters"])}
+    if rope is not None:
+        settings["rope_parameters"] = {**rope}
     if family.startswith("deepseek_v2") and version == OLDER:  # It does not scale the scores.
-        rope.pop("mscale_all_dim")
-    _, cfg = read_model(settings | {"rope_parameters": rope}, family)
+        settings["rope_parameters"].pop("mscale_all_dim")
+    _, cfg = read_model(settings, family)
     model = cfg.clone(param_init=config_for_function(normal).set(std=0.3)).instantiate(parent=None)
     params = model.initialize_parameters_recursively(jax.random.key(0))
     architecture = save_pretrained(str(tmp_path), cfg, params)
