@@ -60,5 +60,5 @@ def masked(text: str) -> str:
 def is_full_device(error: BaseException) -> bool:
     """Returns whether XLA says that a device has no memory left, other than a kernel's own."""
     line, _, _ = str(error).strip().partition("\n")
-    of_kernel = re.search(r"vmem|shared memory", line, re.IGNORECASE)
+    of_kernel = re.search(r"vmem|smem|sflag|shared memory", line, re.IGNORECASE)
     return "RESOURCE_EXHAUSTED" in line and of_kernel is None

@@ -73,6 +73,7 @@ def test_a_full_device_is_explained_by_what_takes_less(tmp_path, monkeypatch):
         InsufficientMemoryError, match=r"allocate 9 bytes.\).*num_microbatches above 1"
     ):
         cfg.instantiate(parent=None).run()
-    for text in ("INTERNAL: another error", "RESOURCE_EXHAUSTED: in memory space vmem"):
+    of_kernel = [f"RESOURCE_EXHAUSTED: in memory space {name}" for name in ("vmem", "smem")]
+    for text in ("INTERNAL: another error", *of_kernel):
         with pytest.raises(jax.errors.JaxRuntimeError, match=text):
             cfg.instantiate(parent=None).run()
