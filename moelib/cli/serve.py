@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from moelib.cli.chat import ChatFlags
 from moelib.core.errors import UsageError
 from moelib.runtime.command_line import flag, no_arguments
+from moelib.runtime.http_server import check_address
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     """Serves until SIGINT or SIGTERM."""
     no_arguments(arguments, Flags)
     key = _key(flags.api_key_file)
+    check_address(flags.host, flags.port, key)  # Before the model, which may take minutes.
     model = flags.load()
     chat = flags.chat_format(model, is_required=False)
     from moelib.inference.server import serve

@@ -55,7 +55,9 @@ class ChatFormat:
 
 def _list_of(messages: Any) -> Sequence[Any]:
     if not isinstance(messages, list) or not messages:
-        raise MessageError(f"messages is {messages!r:.80}; set it to a list of messages.")
+        raise MessageError(
+            f"messages is {messages!r:.80}; set it to a list of one message or more."
+        )
     return messages
 
 

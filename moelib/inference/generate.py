@@ -30,7 +30,7 @@ class PromptError(UserError):
     """
 
     def __init__(self, index: int, reason: str) -> None:
-        super().__init__(f"Prompt {index}: {reason}")
+        super().__init__(f"Prompt {index} {reason}")
         self.index, self.reason = index, reason
 
 
@@ -183,7 +183,7 @@ def _check_arguments(model: Any, prompts: Sequence[Any], stop: Sequence[str]) ->
         raise UserError(f"model is {model!r}; pass a model from moelib.load_model.")
     for i, prompt in enumerate(prompts):
         if not isinstance(prompt, Sequence | np.ndarray):
-            raise PromptError(i, f"it is {prompt!r}; pass a text, or its token ids.")
+            raise PromptError(i, f"is {prompt!r}; pass a text, or its token ids.")
     if "" in stop:
         raise UserError("stop has an empty string; set it to at least one character (--stop).")
 
@@ -284,11 +284,11 @@ def drawn_vocab_size(model: CausalLM, settings: Settings) -> int:
 def limit_of(index: int, ids: Sequence[int], settings: Settings, vocab_size: int) -> int:
     """Returns the maximum number of tokens after a prompt. Raises PromptError."""
     if not len(ids):
-        raise PromptError(index, "it has no tokens; write at least one character.")
+        raise PromptError(index, "has no tokens; write at least one character.")
     for token in (min(ids), max(ids)):
         if not 0 <= token < vocab_size:
             raise PromptError(
-                index, f"id {token} is outside the vocabulary of {vocab_size} tokens."
+                index, f"has id {token}, outside the vocabulary of {vocab_size} tokens."
             )
     if settings.max_length is None:
         return settings.max_new_tokens
@@ -296,8 +296,7 @@ def limit_of(index: int, ids: Sequence[int], settings: Settings, vocab_size: int
     if room < 1:
         raise PromptTooLongError(
             index,
-            f"it has {len(ids)} tokens, which leaves no room in max_length={settings.max_length} "
-            "(by default the length that the model was trained with); shorten the prompt, or set "
-            "max_length.",
+            f"has {len(ids)} tokens, which leaves no room in max_length={settings.max_length}, "
+            "by default the length that the model was trained with; shorten it.",
         )
     return min(room, settings.max_new_tokens)

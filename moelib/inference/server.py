@@ -23,6 +23,7 @@ import socket
 import time
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
 from moelib.core.errors import UserError
@@ -30,7 +31,7 @@ from moelib.inference.batcher import Batcher, BusyError, Request
 from moelib.inference.conversation import ChatFormat, checked_text
 from moelib.inference.generate import PromptError, PromptTooLongError, Settings
 from moelib.inference.text import TextStream
-from moelib.runtime.http_server import Handler, Server, is_local, page_policy
+from moelib.runtime.http_server import Handler, Server, check_address, page_policy
 from moelib.runtime.storage import parse_json
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 _MAX_BODY = 4 << 20  # Bytes of a request.
 _MAX_DISCARDED = 1 << 28  # Bytes that are read of a request that is refused.
 _MAX_CHOICES = 16
+_PAGES = "/", "/health", "/v1/models"  # Paths of GET, and of POST.
+_TEXTS = "/v1/completions", "/v1/chat/completions"
 _SECONDS_TO_LOOK = 0.5  # Between looks at whether a client that waits has gone away.
 
 # Fields of a request: name in `Settings`, types, default.
@@ -50,7 +53,7 @@ _SAMPLING: Mapping[str, tuple[str, tuple[type, ...], Any]] = {
     "seed": ("seed", (int,), None),
 }
 # Fields that change nothing here, and those that are accepted with these values only.
-_IGNORED = frozenset(("model", "user", "metadata", "store", "service_tier", "safety_identifier"))
+_IGNORED = frozenset(("user", "metadata", "store", "service_tier", "safety_identifier"))
 _FIXED: Mapping[str, Sequence[Any]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -123,13 +126,16 @@ class TextServer(Server):
         body = {name: value for name, value in body.items() if value is not None}
         body = _without_fixed(body)
         taken = body.pop
+        if (name := taken("model", self.name)) != self.name:
+            text = f"model is {name!r:.80}; set it to {self.name!r}, which is served here."
+            raise ServeError(text, 404, "model_not_found")
         stream, options = taken("stream", False), taken("stream_options", {})
         stop, choices = taken("stop", []), taken("n", 1)
         stop = [stop] if isinstance(stop, str) else stop
         _check("stream", stream, isinstance(stream, bool), "true or false")
         _check("stream_options", options, isinstance(options, dict), "an object")
         is_text = isinstance(stop, list) and all(isinstance(x, str) and x for x in stop)
-        _check("stop", stop, is_text and len(stop) <= 16, "a text, or up to 16 texts")
+        _check("stop", stop, is_text and len(stop) <= 16, "up to 16 texts, none of them empty")
         is_number = isinstance(choices, int) and not isinstance(choices, bool)
         _check("n", choices, is_number and 1 <= choices <= _MAX_CHOICES, f"1 to {_MAX_CHOICES}")
         prompts = self._chat_prompt(body) if is_chat else self._prompts(taken("prompt", ""))
@@ -245,6 +251,8 @@ class _Handler(Handler):
         """Sends the page, the model, or a sign of life."""
         self._answer(self._get)
 
+    do_HEAD = do_GET  # noqa: N815
+
     def do_POST(self) -> None:  # noqa: N802
         """Sends texts."""
         self._answer(self._post)
@@ -261,7 +269,7 @@ class _Handler(Handler):
         except PromptError as error:
             is_too_long = isinstance(error, PromptTooLongError)
             code = "context_length_exceeded" if is_too_long else None
-            self._send_error(error.reason, 400, code)
+            self._send_error(f"The prompt {error.reason}", 400, code)
         except UserError as error:
             self._send_error(str(error), 400)
         except OSError:
@@ -269,6 +277,14 @@ class _Handler(Handler):
         except Exception as error:
             logger.exception("A request failed.")
             self._send_error(f"{type(error).__name__}: see the log of the server", 500)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answers what is no GET, HEAD or POST, or no HTTP."""
+        del explain
+        self.close_connection = True
+        if code == HTTPStatus.NOT_IMPLEMENTED:
+            code, message = HTTPStatus.METHOD_NOT_ALLOWED, f"There is no {self.command} here."
+        self._send_error(message or HTTPStatus(code).phrase, code)
 
     def _get(self, path: str) -> None:
         if not self.is_own_host():
@@ -280,6 +296,8 @@ class _Handler(Handler):
         elif path == "/v1/models":
             self._check_key()
             self._send_json({"object": "list", "data": [self._model()]})
+        elif path in _TEXTS:
+            raise ServeError(f"{path} has no {self.command}; send a POST.", 405)
         else:
             raise ServeError(f"There is no {path!r:.80} here.", 404)
 
@@ -293,12 +311,14 @@ class _Handler(Handler):
         if not self.is_own_host() or not self._is_own_origin():
             raise ServeError("The Host or Origin header names another site.", 403)
         self._check_key()
-        if path not in ("/v1/completions", "/v1/chat/completions"):
+        if path in _PAGES:
+            raise ServeError(f"{path} has no POST; send a GET.", 405)
+        if path not in _TEXTS:
             raise ServeError(f"There is no {path!r:.80} here.", 404)
         try:
             content = parse_json(body)
         except ValueError as error:
-            raise ServeError(f"The body is not JSON: {error!s:.200}.") from error
+            raise ServeError(f"The body is not JSON in UTF-8: {error!s:.200}.") from error
         call = self.server.call_of(content, is_chat=path.endswith("/chat/completions"))
         requests, events = self.server.start(call)
         try:
@@ -483,11 +503,7 @@ def serve(
     Raises:
         UserError: If the port cannot be bound, a number is below 1, or the key is missing.
     """
-    if not is_local(host or "localhost") and not api_key:
-        raise UserError(
-            f"host={host!r}: other machines reach this address; set api_key (--api_key_file, or "
-            "the environment variable MOELIB_API_KEY) to a secret that clients must send."
-        )
+    check_address(host, port, api_key)
     stop_ids = [*model.stop_ids, *(() if chat is None else chat.stop_ids)]
     numbers = {"max_active": max_active, "max_requests": max_requests}
     batcher = Batcher(model, stop_ids=stop_ids, **numbers)

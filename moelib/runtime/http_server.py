@@ -92,6 +92,22 @@ def is_local(host: str) -> bool:
     return host in (*LOOPBACK, "localhost")
 
 
+def check_address(host: str | None, port: int, api_key: str | None) -> None:
+    """Raises UserError if a model cannot be served at an address, before the model is loaded.
+
+    Args:
+        host: Address to bind; None for 127.0.0.1.
+        port: Port; 0 for any free one.
+        api_key: Key that clients must send; required for addresses that others reach.
+    """
+    if not is_local(host or "localhost") and not api_key:
+        raise UserError(
+            f"host={host!r}: other machines reach this address; set api_key (--api_key_file, or "
+            "the environment variable MOELIB_API_KEY) to a secret that clients must send."
+        )
+    Server("the model", Handler, port, host).server_close()
+
+
 class Handler(BaseHTTPRequestHandler):
     """The base of classes that answer requests."""
 

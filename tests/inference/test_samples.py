@@ -79,8 +79,8 @@ def test_without_finite_logits_training_goes_on(store, tmp_path, monkeypatch, ca
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        (["a", ""], "Prompt 1: it has no tokens"),
-        (["of many " * 60], "Prompt 0: it has .* tokens, which leaves no room in max_length=64"),
+        (["a", ""], "Prompt 1 has no tokens"),
+        (["of many " * 60], "Prompt 0 has .* tokens, which leaves no room in max_length=64"),
     ],
 )
 def test_prompts_that_cannot_be_continued_are_refused_before_training(

@@ -94,24 +94,24 @@ def test_texts_and_messages_are_those_of_generate(model, client):
 def test_a_stream_has_the_pieces_of_the_text(model, client):
     messages = [{"role": "user", "content": [{"type": "text", "text": "U"}]}]
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    chunks = [*client.chat.completions.create(model="x", messages=messages, **GREEDY, **options)]
+    chunks = [*client.chat.completions.create(model="tiny", messages=messages, **GREEDY, **options)]
     pieces = [chunk.choices[0].delta.content or "" for chunk in chunks[:-1]]
     assert len(pieces) > 5
     assert "".join(pieces) == expected(model, "u: U\na: ")
     assert chunks[-2].choices[0].finish_reason == "length"
     assert chunks[-1].usage.completion_tokens == 12
-    pieces = client.completions.create(model="x", prompt="Once", stream=True, **GREEDY)
+    pieces = client.completions.create(model="tiny", prompt="Once", stream=True, **GREEDY)
     assert "".join(each.choices[0].text for each in pieces) == expected(model, "Once")
 
 
 def test_several_texts_have_seeds_of_their_own_and_stop_strings_end_them(model, client):
     settings = {"temperature": 1.5, "max_tokens": 30, "seed": 5}
-    answer = client.completions.create(model="x", prompt=["ab", "c"], n=2, **settings)
+    answer = client.completions.create(model="tiny", prompt=["ab", "c"], n=2, **settings)
     texts = [choice.text for choice in answer.choices]
     for i, (prompt, text) in enumerate(zip(["ab", "ab", "c", "c"], texts, strict=True)):
         assert text == expected(model, prompt, 30, temperature=1.5, seeds=[5 + i])
     stop = texts[0][10]
-    answer = client.completions.create(model="x", prompt="ab", stop=stop, **settings)
+    answer = client.completions.create(model="tiny", prompt="ab", stop=stop, **settings)
     assert answer.choices[0].text == texts[0].partition(stop)[0]
     assert answer.choices[0].finish_reason == "stop"
 
@@ -136,8 +136,8 @@ def test_the_model_and_the_page_are_shown(url, client):
         (b"[1]", "body is list"),
         (b'{"prompt": 5}', "prompt is 5"),
         (b'{"prompt": [[1, "a"]]}', "prompt is "),
-        (b'{"prompt": ""}', "no tokens"),
-        (b'{"prompt": [999]}', "id 999"),
+        (b'{"prompt": ""}', "The prompt has no tokens"),
+        (b'{"prompt": [999]}', "The prompt has id 999"),
         (b'{"prompt": "a", "max_tokens": 0}', "max_tokens is 0"),
         (b'{"prompt": "\\ud800"}', "prompt is no text of Unicode"),
         (b'{"prompt": "a", "max_tokens": true}', "max_tokens is True"),
@@ -145,7 +145,11 @@ def test_the_model_and_the_page_are_shown(url, client):
         (b'{"prompt": "a", "temperature": -1}', "temperature is -1"),
         (b'{"prompt": "a", "temperature": NaN}', "temperature is nan"),
         (b'{"prompt": "a", "n": 99}', "n is 99"),
-        (b'{"prompt": "a", "stop": [""]}', "stop is "),
+        (
+            b'{"prompt": "a", "stop": ""}',
+            "stop is ['']; set it to up to 16 texts, none of them empty",
+        ),
+        (b"\xff", "not JSON in UTF-8"),
         (b'{"prompt": "a", "stream": 1}', "stream is 1"),
         (b'{"prompt": "a", "logprobs": 5}', "logprobs=5 is not supported"),
         (b'{"prompt": "a", "best": 5}', "best=5: no such field"),
@@ -164,7 +168,7 @@ def test_a_bad_text_request_is_answered(url, body, words):
     ("messages", "words"),
     [
         (None, "messages is None"),
-        ([], "messages is []"),
+        ([], "messages is []; set it to a list of one message or more"),
         (["a"], "messages[0] is 'a'"),
         ([{"role": "boss", "content": "a"}], "messages[0].role is 'boss'"),
         ([{"role": "user"}], "messages[0].content is None"),
@@ -187,6 +191,11 @@ def test_requests_from_elsewhere_and_of_other_forms_are_refused(url):
     assert request(url, Host="evil.example")[0] == 403
     assert request(url, Origin="http://evil.example")[0] == 403
     assert request(url, **{"Content-Type": "text/plain"})[0] == 415
+    for method, path in [("PUT", "/health"), ("GET", "/v1/completions"), ("POST", "/health")]:
+        status, _, answer = request(url, method, path)
+        assert (status, answer["error"]["type"]) == (405, "invalid_request_error")
+    status, _, answer = request(url, body=b'{"model": "other", "prompt": "a"}')
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
     assert request(url, path="/v1/nothing")[0] == 404
     assert request(url, "GET", "/nothing")[0] == 404
     assert request(url, **{"Content-Length": "100000000"})[0] == 413
@@ -198,7 +207,7 @@ def test_a_body_that_never_comes_does_not_hold_others(url, client):
     host = urllib.parse.urlsplit(url)
     with socket.create_connection((host.hostname, host.port)) as half:
         half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n")
-        assert client.completions.create(model="x", prompt="a", **GREEDY).choices[0].text
+        assert client.completions.create(model="tiny", prompt="a", **GREEDY).choices[0].text
 
 
 def test_two_hundred_requests_at_once_are_answered_or_told_to_wait(model, url):
@@ -229,7 +238,7 @@ def test_a_client_that_goes_away_frees_its_place(url, client, stream):
     end = time.monotonic() + 60
     while time.monotonic() < end:
         with contextlib.suppress(openai.RateLimitError):
-            assert client.completions.create(model="x", prompt="a", **GREEDY)
+            assert client.completions.create(model="tiny", prompt="a", **GREEDY)
             return
         time.sleep(0.1)
     pytest.fail("The places are not free.")
