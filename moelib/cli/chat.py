@@ -69,8 +69,10 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
             try:
                 if _do(talk, line):
                     return
-            except (UserError, OSError) as error:  # Such as that of a folder that is missing.
+            except UserError as error:
                 print(f"error: {error}", file=sys.stderr)
+            except OSError as error:  # Such as that of a folder that is missing.
+                print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
             except KeyboardInterrupt:
                 print()
 
@@ -91,7 +93,9 @@ def _do(talk: Any, line: str) -> bool:
             return True
         case "/clear" if not argument:
             talk.clear()
-        case "/save" if argument:
+        case "/save" if not argument:
+            raise UserError("/save needs a file: write /save FILE.")
+        case "/save":
             talk.save(argument.strip())
             print(f"{argument.strip()}: {len(talk.messages)} messages.")
         case "/again" if not argument:

@@ -425,6 +425,7 @@ def resolve_reference(text: str) -> Any:
     for part in qualname.split("."):
         if not hasattr(value, part):
             near = did_you_mean(part, [name for name in dir(value) if not name.startswith("_")])
-            raise UserError(f"{text!r}: {value!r} has no {part!r}; {near}")
+            owner = getattr(value, "__name__", type(value).__name__)
+            raise UserError(f"{text!r}: {owner} has no {part!r}; {near}")
         value = getattr(value, part)
     return value

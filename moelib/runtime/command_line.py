@@ -250,19 +250,21 @@ def command_help(cls: type, text: str) -> str:
 
 
 def one_line(error: UserError | OSError) -> str:
-    """Returns an error's message, where it was raised in the user's own code, and a hint.
+    """Returns an error's message, where it or its cause is in the user's own code, and a hint.
 
     Of errors of files, only those have one that the system gives whatever the code does.
     """
     if not isinstance(error, UserError):
         file = error.filename2 or error.filename or "A file"  # The target of a copy, or the file.
-        text = masked(f"{file}: {error.strerror} ({TRACEBACK} shows more)")
+        text = ". ".join([f"{file}: {error.strerror}", *getattr(error, "__notes__", ())])
+        text = masked(f"{text} ({TRACEBACK} shows more)")
         return text if error.errno in _OF_THE_SYSTEM else ""
     text = "\n".join([str(error), *getattr(error, "__notes__", ())])
     message = cut(" ".join(text.split()), 2000)
     if isinstance(error, UsageError):
         return message
-    frames = traceback.extract_tb(error.__traceback__)
+    causes = [error, *([error.__cause__] if error.__cause__ else [])]
+    frames = [frame for each in causes for frame in traceback.extract_tb(each.__traceback__)]
     own = [frame for frame in frames if is_of_the_user(frame.filename)]
     origin = f"{os.path.relpath(own[-1].filename)}:{own[-1].lineno}; " if own else ""
     return f"{message} ({origin}{TRACEBACK} shows more)"

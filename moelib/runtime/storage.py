@@ -221,9 +221,11 @@ def atomic_file(path: str | os.PathLike[str], *, binary: bool = False) -> Iterat
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+        if isinstance(error, OSError) and error.filename == temporary:
+            error.filename = os.fspath(path)
         raise
 
 

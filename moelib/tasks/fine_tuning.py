@@ -21,7 +21,7 @@ class FineTuning:
         (), "Changes to a run: schedule, train_dtype, config, data, tokenizer.", split=True
     )
     skip_bad_lines: bool = flag(
-        False, "Whether records without a conversation are counted rather than errors.", of=("sft",)
+        False, "Whether broken records are skipped and counted rather than errors."
     )
     objective: Literal["sft", "dpo", "grpo", "gspo"] = flag(
         "sft",
@@ -56,6 +56,9 @@ class FineTuning:
     group_size: int = flag(8, "Answers to a prompt.", of=("grpo", "gspo"))
     max_new_tokens: int = flag(
         256, "Maximum number of tokens of an answer.", lower_bound=1, of=("grpo", "gspo")
+    )
+    reward_seconds: float = flag(
+        300.0, "Seconds that the reward of a rollout may take.", of=("grpo", "gspo")
     )
     steps_per_rollout: int = flag(
         1, "Steps on the same answers, each on a part.", lower_bound=1, of=("grpo", "gspo")

@@ -47,8 +47,9 @@ def finetune_config(settings: FineTuning) -> SpmdTrainer.Config:
                 f"{name} (--{name}) is of adapters, but full (--full) trains all parameters; "
                 "remove one of the two."
             )
+    if settings.lr is not None and not settings.lr > 0:
+        raise UserError(f"lr (--lr) is {settings.lr}; set it above 0.")
     model, _ = read_config(settings.model)
-    data = input_of(settings, model)
     peak_lr = settings.lr
     if peak_lr is None:
         peak_lr = (2e-4 if settings.objective == "sft" else 1e-5) * (0.1 if settings.full else 1)
@@ -62,7 +63,6 @@ def finetune_config(settings: FineTuning) -> SpmdTrainer.Config:
         train_dtype=settings.dtype,
         model=model if settings.full else model.set(dtype=settings.dtype),
         init_from=InitFrom.default_config().set(run=settings.model),
-        input=data,
         accept_changes=check_accepted(settings.accept_changes) or None,
     )
     schedule = config_for_function(schedules.cosine).set(
@@ -71,11 +71,10 @@ def finetune_config(settings: FineTuning) -> SpmdTrainer.Config:
     clip = config_for_function(transforms.clip_by_global_norm).set(max_norm=1.0)
     adamw = config_for_function(adamw_optimizer).set(learning_rate=schedule)
     cfg.learner.optimizer = config_for_function(transforms.chain).set(args=[clip, adamw])
-    if settings.full:
-        return cfg
-    return add_adapters(
-        cfg, settings.targets, rank=settings.lora_rank, train_router=settings.train_router
-    )
+    if not settings.full:
+        names = {"rank": settings.lora_rank, "train_router": settings.train_router}
+        add_adapters(cfg, settings.targets, **names)
+    return cfg.set(input=input_of(settings, model))  # Last: it may prepare data for minutes.
 
 
 def _objective(settings: FineTuning) -> Objective.Config | None:

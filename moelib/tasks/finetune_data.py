@@ -18,7 +18,7 @@ from moelib.data.batches.input import Input
 from moelib.data.batches.lm_input import LMInput
 from moelib.data.batches.packing import LongDocuments, Packing
 from moelib.data.batches.pair_input import PairInput, arrays_of, rows_of, write_pairs
-from moelib.data.sources.source import BadRecords, Source, fingerprint
+from moelib.data.sources.source import BadRecordError, BadRecords, Source, fingerprint
 from moelib.data.sources.source_for_path import source_for_path
 from moelib.data.tokens.chat import pairs as pairs_lib
 from moelib.data.tokens.chat.labels import ChatOptions, chat_options
@@ -74,8 +74,8 @@ def input_of(settings: FineTuning, model: Any) -> Input.Config:
         )
     _check_reward(settings.reward)
     _made(settings, folder, _write_prompts)
-    names = ("reward", "group_size", "max_new_tokens", "steps_per_rollout", "replay_routing")
-    fields = {name: getattr(settings, name) for name in names}
+    names = ("reward", "reward_seconds", "group_size", "max_new_tokens", "steps_per_rollout")
+    fields = {name: getattr(settings, name) for name in (*names, "replay_routing")}
     return RolloutInput.default_config().set(path=folder, **fields, **sizes)
 
 
@@ -91,8 +91,8 @@ def _check_reward(reward: str) -> None:
         )
     try:
         trusted_code.resolve(reward)
-    except UserError:
-        raise
+    except UserError as error:
+        raise UserError(f"reward: {error}") from error
     except Exception as error:
         raise UserError(
             f"reward={reward!r}: {module} cannot be imported ({type(error).__name__}: {error}); "
@@ -107,7 +107,7 @@ def _check_template(template: ChatTemplate) -> None:
     try:
         text = template.render(messages)
     except TemplateError as error:
-        raise UserError(f"{template.name} fails at two plain messages: {error} {cure}") from error
+        raise UserError(f"{error}, for a question and its answer; {cure}") from error
     if "answer" not in text:
         raise UserError(f"{template.name} does not write what an assistant says; {cure}")
 
@@ -145,6 +145,7 @@ def _opened(settings: FineTuning) -> tuple[Source, Tokenizer, ChatTemplate]:
     return records, tokenizer, template
 
 
+# Arguments: settings, folder, records, their options, tokenizer, counter of those left out.
 _Write = Callable[[FineTuning, str, Source, ChatOptions, Tokenizer, BadRecords], int]
 
 
@@ -170,12 +171,22 @@ def _made(settings: FineTuning, folder: str, write: _Write) -> None:
             )
         return
     storage.make_folder(folder)
-    bad = BadRecords()
-    count = write(settings, folder, records, options, tokenizer, bad)
-    for reason, number in bad.reasons.items():
-        print(f"{number} records left out: {reason} (the first: {bad.first:.200}).")
+    left_out = BadRecords()
+    try:
+        count = write(settings, folder, records, options, tokenizer, left_out)
+    except BadRecordError as error:
+        raise UserError(
+            f"{error}; correct it, or set skip_bad_lines (--skip_bad_lines), which skips and "
+            "counts such records."
+        ) from error
     if not count:
-        raise UserError(f"{settings.data} holds no record of use: {bad.first or 'it is empty'}.")
+        raise UserError(
+            f"{settings.data} holds no record of use: {left_out.first or 'it is empty'}; set data "
+            "(--data) to other records."
+        )
+    if left_out.count:
+        reasons = ", ".join(f"{name}: {number:,}" for name, number in left_out.reasons.items())
+        print(f"{left_out.count:,} records left out ({reasons}); the first: {left_out.first:.200}.")
     tokenizer.chat_template = options.template
     tokenizer.save(folder)
     storage.write_json(path, request)
@@ -187,10 +198,12 @@ def _write_pairs(
     records: Source,
     options: ChatOptions,
     tokenizer: Tokenizer,
-    bad: BadRecords,
+    left_out: BadRecords,
 ) -> int:
     """Writes the pairs, with their log probabilities under the model; returns their number."""
-    arrays = arrays_of(pairs_lib.read_pairs(records, options, tokenizer, bad))
+    skip = settings.skip_bad_lines
+    pairs = pairs_lib.read_pairs(records, options, tokenizer, left_out, skip_bad_records=skip)
+    arrays = arrays_of(pairs)
     num, size = len(arrays["lengths"]), settings.batch_size
     if num:
         mesh = settings.mesh or f"fsdp={jax.device_count()}"
@@ -212,7 +225,7 @@ def _write_prompts(
     records: Source,
     options: ChatOptions,
     tokenizer: Tokenizer,
-    bad: BadRecords,
+    left_out: BadRecords,
 ) -> int:
     """Writes the prompts, and the tokens that end an answer; returns their number."""
     room = settings.seq_len - settings.max_new_tokens + 1
@@ -225,7 +238,9 @@ def _write_prompts(
             *(end, settings.max_new_tokens),
         )
     options = dataclasses.replace(options, max_length=max(room, 1))
-    prompts = list(pairs_lib.read_prompts(records, options, tokenizer, bad))
+    skip = settings.skip_bad_lines
+    read = pairs_lib.read_prompts(records, options, tokenizer, left_out, skip_bad_records=skip)
+    prompts = list(read)
     write_prompts(folder, prompts)
     ends = stop_ids_of_model(settings.model, tokenizer, tokenizer.vocab_size)
     write_stop_ids(folder, [*ends, *chat.stop_ids])

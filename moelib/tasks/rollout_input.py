@@ -396,5 +396,7 @@ def _within(seconds: float, name: str, call: Callable[[], Any]) -> Any:
             "reward_seconds."
         ) from None
     if error is not None:
-        raise RewardError(f"reward={name} raised {type(error).__name__}: {error}") from error
+        raise RewardError(
+            f"reward={name} raised {type(error).__name__}: {error!s:.200}; correct it."
+        ) from error
     return found

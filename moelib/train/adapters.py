@@ -83,7 +83,10 @@ def _matched(targets: str, paths: Any) -> list[str]:
     try:
         matched = [path for path in paths if re.fullmatch(targets, path)]
     except re.error as error:
-        raise UserError(f"targets={targets!r} is no regular expression: {error}.") from None
+        raise UserError(
+            f"targets={targets!r} is no regular expression ({error}); set it to one, such as "
+            "'.*self_attention'."
+        ) from None
     if not matched:
         raise UserError(
             f"targets={targets!r} matches no layer that can have an adapter; these can: "

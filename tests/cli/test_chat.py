@@ -3,6 +3,7 @@
 import io
 import json
 import signal
+import socket
 import subprocess
 import sys
 from typing import Any
@@ -11,7 +12,7 @@ import openai
 import pytest
 
 import moelib
-from moelib.cli import chat, inspect
+from moelib.cli import chat, inspect, serve
 from moelib.core.errors import UserError
 from moelib.runtime.command_line import parse_flags
 from tests.operations import browser
@@ -68,6 +69,7 @@ def test_commands(monkeypatch, hub, tmp_path, capsys):
         f"/save {file}",
         "/nothing",
         "/quit now",
+        "/save",
         "/quit",
     ]
     talk(monkeypatch, hub, [*lines, "/quit", "never read"], "--system=s")
@@ -78,6 +80,7 @@ def test_commands(monkeypatch, hub, tmp_path, capsys):
         "error: There is no message to answer; write one first.",
         "error: '/nothing': write /again, /clear, /save FILE or /quit.",
         "error: '/quit now': write /again, /clear, /save FILE or /quit.",
+        "error: /save needs a file: write /save FILE.",
     ]
     assert json.loads(file.read_text())["messages"] == [
         {"role": "system", "content": "s"},
@@ -96,7 +99,8 @@ def test_a_bad_line_or_file_does_not_end_a_conversation(monkeypatch, hub, tmp_pa
     first, second = answers(hub, "document", "number")
     assert out.out == f"{first}\n{kept}: 2 messages.\n{second}\n"
     exists, missing, no_text = out.err.splitlines()
-    assert (f"'{kept}' exists" in exists, "/none" in missing) == (True, True)
+    assert f"'{kept}' exists" in exists
+    assert missing == "error: /none/x.json: No such file or directory"
     assert "no text of Unicode near 'caf\\udce9'" in no_text
     (line,) = kept.read_text().splitlines()  # Which JSON Lines need.
     assert json.loads(line)["messages"][1] == {"role": "assistant", "content": first}
@@ -107,6 +111,15 @@ def test_a_conversation_that_is_too_long_is_refused_and_the_next_goes_on(monkeyp
     out = capsys.readouterr()
     assert "max_length=40" in out.err
     assert out.out == f"{answers(hub, 'document')[0]}\n"
+
+
+def test_an_address_is_checked_before_the_model(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        flags = [f"--hf_dir={tmp_path}", f"--port={taken.getsockname()[1]}"]
+        with pytest.raises(UserError, match="cannot be used for the model"):
+            serve.run(*parse_flags(serve.Flags, flags))
+    with pytest.raises(UserError, match=r"host='0.0.0.0'.*--api_key_file"):
+        serve.run(*parse_flags(serve.Flags, [f"--hf_dir={tmp_path}", "--host=0.0.0.0"]))
 
 
 def test_a_model_without_a_template_is_refused(monkeypatch, tmp_path):

@@ -115,6 +115,20 @@ def test_a_traceback_is_shown_on_request_and_for_our_own_errors():
         run_command("moelib train", Flags, _fail(ValueError("a bug")), [])
 
 
+def test_an_error_is_where_its_cause_is_in_the_code_of_the_user(capsys):
+    try:
+        line = sys._getframe().f_lineno + 1
+        1 / 0  # noqa: B018
+    except ZeroDivisionError as cause:
+        error = UserError("reward raised ZeroDivisionError; correct it.")
+        error.__cause__ = cause
+    error.add_note("No batch after step 0.")
+    assert run_command("moelib train", Flags, _fail(error), []) == 2
+    text = capsys.readouterr().err
+    assert "correct it. No batch after step 0. (" in text
+    assert f"test_command_line.py:{line}; --traceback" in text
+
+
 def test_a_usage_error_needs_no_traceback(capsys):
     assert run_command("moelib train", Flags, _fail(UsageError("--count=0")), []) == 2
     assert capsys.readouterr().err == "moelib train: --count=0\n"

@@ -171,15 +171,15 @@ def test_data_without_conversations_or_template_are_refused(folders, tmp_path, n
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ absent.field }}", "fails at two plain messages: .*absent.*--chat_template"),
-        ("{% for m in messages %}x{% endfor %}", "does not write what an assistant says"),
+        ("{{ absent.field }}", ": line 1: .*absent.*, for a question and its answer; .*template"),
+        ("{% for m in messages %}x{% endfor %}", " does not write what an assistant says"),
     ],
 )
 def test_a_template_that_fails_is_blamed_instead_of_the_data(folders, tmp_path, template, message):
     data, file = tmp_path / "chat.jsonl", tmp_path / "own.jinja"
     data.write_text('{"prompt": "a", "completion": "b"}\n')
     file.write_text(template)
-    with pytest.raises(UserError, match=r"own\.jinja " + message):
+    with pytest.raises(UserError, match=r"own\.jinja" + message):
         finetune_config(settings((folders[0], data), tmp_path / "run", chat_template=str(file)))
 
 
@@ -195,6 +195,24 @@ def test_a_template_that_fails_is_blamed_instead_of_the_data(folders, tmp_path, 
 def test_settings_without_an_effect_are_refused(folders, tmp_path, fields, message):
     with pytest.raises(UserError, match=message):
         finetune_config(settings(folders, tmp_path / "run", **fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lr": -1.0}, r"lr \(--lr\) is -1.0; set it above 0"),
+        ({"lr": float("nan")}, r"lr \(--lr\) is nan"),
+        ({"targets": "(["}, r"'\(\[' is no regular expression .*; set it to one"),
+    ],
+)
+def test_settings_are_checked_before_data_are_prepared(folders, tmp_path, fields, message):
+    data = tmp_path / "chat.jsonl"
+    data.write_text('{"prompt": "a", "completion": "b"}\n')
+    with pytest.raises(UserError, match=message):
+        finetune_config(
+            settings((folders[0], data), tmp_path / "run", chat_template="plain", **fields)
+        )
+    assert [*tmp_path.iterdir()] == [data]
 
 
 def test_the_cures_of_bad_conversations_are_flags_of_the_command(folders, tmp_path):

@@ -250,6 +250,20 @@ def test_pairs_of_no_use_are_named(folder, tmp_path, record, message):
         finetune_config(dataclasses.replace(given, data=str(tmp_path / "pairs.jsonl")))
 
 
+@pytest.mark.parametrize("objective", ["dpo", "grpo"])
+def test_wrong_records_are_errors_or_skipped_and_counted(folder, tmp_path, capsys, objective):
+    given = settings(folder, tmp_path / "run", objective)
+    lines = pathlib.Path(given.data).read_text() + '{"prompt": ""}\n{"prompt": 3}\n{\n'
+    (tmp_path / "mixed.jsonl").write_text(lines)
+    given = dataclasses.replace(given, data=str(tmp_path / "mixed.jsonl"))
+    first = lines.count("\n") - 2
+    with pytest.raises(UserError, match=rf"jsonl:{first}: .*; correct it, or set skip_bad_lines"):
+        finetune_config(given)
+    finetune_config(dataclasses.replace(given, skip_bad_lines=True))
+    assert "3 records left out (" in (out := capsys.readouterr().out)
+    assert f"); the first: {tmp_path / 'mixed.jsonl'}:{first}: " in out
+
+
 @pytest.mark.parametrize(("end", "warns"), [("THE END", True), ("e", False)])
 def test_an_end_of_answers_in_several_tokens_is_named(folder, tmp_path, caplog, end, warns):
     template = tmp_path / "template.jinja"
@@ -265,6 +279,8 @@ def test_an_end_of_answers_in_several_tokens_is_named(folder, tmp_path, caplog, 
         ({"reward": "absent_here:f"}, "no module absent_here here; set reward"),
         ({"reward": "broken_reward:f"}, r"broken_reward cannot be imported \(NameError"),
         ({"reward": "broken_reward"}, "set it to module:function"),
+        ({"reward": "some_reward:absent"}, "reward: .*: some_reward has no 'absent'"),
+        ({"reward": "some_reward:number"}, "reward: .*is 3; name a class or a function"),
         ({"max_new_tokens": 64}, "max_new_tokens=64 leaves no room .* seq_len=64"),
     ],
 )
@@ -272,6 +288,7 @@ def test_rewards_without_a_function_are_refused_before_the_data(
     folder, tmp_path, monkeypatch, fields, message
 ):
     (tmp_path / "broken_reward.py").write_text("nothing_of_this_name")
+    (tmp_path / "some_reward.py").write_text("number = 3")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(trusted_code, "_folders", {str(tmp_path)})  # As the command allows its own.
     with pytest.raises(UserError, match=message):

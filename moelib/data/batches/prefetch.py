@@ -146,7 +146,7 @@ class Prefetcher[T](Iterator[T]):
                 raise
             position = f"{type(self._batches).__name__}, after {_position(self._read_state)}"
             if num_retries < 1 or not _is_transient(error) or self._closing.is_set():
-                logger.error("NO BATCH of %s: %s", position, error)
+                error.add_note(f"No batch of {position}.")
                 raise
             logger.warning("NO BATCH of %s: %s. Next try in %d s.", position, error, wait_seconds)
         self._closing.wait(wait_seconds)

@@ -424,8 +424,8 @@ def _nothing_found(results: Sequence[PartResult]) -> str:
     return (
         f"The source has no text of use: {sum(r.num_empty for r in results)} empty documents, "
         f"{sum(r.num_bad_records for r in results)} bad records{first}"
-        f"{conversations if left_out else ''}; set paths to other files"
-        + (", or the length (--seq_len) higher." if left_out else " with text.")
+        f"{conversations if left_out else ''}; use other files"
+        + (", or set the length (--seq_len) higher." if left_out else " with text.")
     )
 
 

@@ -56,15 +56,18 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
     elif "conversations" in given:
         messages = [_of_sharegpt(x) for x in _listed(given["conversations"], "conversations")]
     elif {"prompt", "completion"} <= given.keys():
-        messages = [*_side(given["prompt"], "user"), *_side(given["completion"], "assistant")]
+        sides = ("prompt", "user"), ("completion", "assistant")
+        messages = [x for name, role in sides for x in _side(given[name], role, name)]
     elif {"instruction", "output"} <= given.keys():
         asked = [_text(x) for x in (given["instruction"], given.get("input")) if x]
-        messages = [*_side("\n\n".join(asked), "user"), *_side(given["output"], "assistant")]
+        asked = _side("\n\n".join(asked), "user", "instruction")
+        messages = [*asked, *_side(given["output"], "assistant", "output")]
     else:
         raise RecordError(
             "no conversation",
-            f"it has {sorted(record)!s:.120}, but neither messages, conversations, prompt and "
-            "completion, nor instruction and output",
+            f"it has {sorted(given)!s:.120}, but neither messages, conversations, prompt and "
+            "completion, nor instruction and output"
+            + (f"; {', '.join(empty)}: null" if (empty := sorted(record.keys() - given)) else ""),
         )
     tools = given.get("tools")
     if tools is not None and not isinstance(tools, list):
@@ -77,13 +80,14 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
 
 def _listed(value: Any, name: str) -> list[Any]:
     """Returns a list, which tables may hold as text."""
+    given = value
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            raise RecordError("no list of messages", f"{name} is {value!r:.80}") from None
+            value = None
     if not isinstance(value, list) or not value:
-        raise RecordError("no list of messages", f"{name} is {value!r:.80}")
+        raise RecordError("no list of messages", f"{name} is {given!r:.80}")
     return value
 
 
@@ -97,9 +101,9 @@ def _of_sharegpt(message: Any) -> Any:
     return {"role": _SHAREGPT[sender], "content": message["value"]}
 
 
-def _side(value: Any, role: str) -> list[Any]:
-    """Returns the messages of a prompt or a completion."""
-    return [{"role": role, "content": value}] if isinstance(value, str) else _listed(value, role)
+def _side(value: Any, role: str, name: str) -> list[Any]:
+    """Returns the messages of a prompt or a completion, the field `name`."""
+    return [{"role": role, "content": value}] if isinstance(value, str) else _listed(value, name)
 
 
 def _text(value: Any) -> str:

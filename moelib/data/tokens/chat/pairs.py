@@ -1,6 +1,6 @@
 """Pairs of answers to a prompt, of which one is preferred, and prompts, as tokens."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from moelib.data.sources.source import BadRecords, Source, records_of
@@ -25,7 +25,12 @@ class Prompt(NamedTuple):
 
 
 def read_pairs(
-    source: Source, options: ChatOptions, tokenizer: Tokenizer, bad: BadRecords
+    source: Source,
+    options: ChatOptions,
+    tokenizer: Tokenizer,
+    left_out: BadRecords,
+    *,
+    skip_bad_records: bool = False,
 ) -> Iterator[Pair]:
     """Yields the pairs of a source.
 
@@ -36,7 +41,12 @@ def read_pairs(
         source: Records.
         options: Settings of conversations; a pair has both within `max_length` tokens.
         tokenizer: The tokenizer.
-        bad: Counter of records that are left out.
+        left_out: Counter of records that are left out: those that are too long, or whose answers
+            are equal.
+        skip_bad_records: Whether wrong records are left out, too.
+
+    Raises:
+        BadRecordError: At a wrong record, unless it is left out.
     """
     encoder = ChatEncoder(options, tokenizer)
 
@@ -47,15 +57,33 @@ def read_pairs(
                 "two prompts", "chosen and rejected must differ in their last message alone"
             )
         if sides[0] == sides[1]:
-            raise RecordError("equal answers", "chosen and rejected are the same")
+            raise RecordError("equal answers", "chosen and rejected are the same", is_fault=False)
         found = Pair(*(encoder.last_answer(side) for side in sides))
         num_tokens = sum(len(side.ids) for side in found)
         if options.max_length is not None and num_tokens > options.max_length:
             raise RecordError(f"longer than {options.max_length} tokens", is_fault=False)
         return found
 
+    return _read(source, pair, left_out, skip_bad_records)
+
+
+def _read[T](
+    source: Source, read: Callable[[Any], T], left_out: BadRecords, skip_bad_records: bool
+) -> Iterator[T]:
+    """Yields what `read` returns of the records of a source that are not left out."""
+
+    def kept(record: Mapping[str, Any]) -> T | None:
+        try:
+            return read(record)
+        except RecordError as error:
+            if error.is_fault:
+                raise
+            left_out.add(error)
+            return None
+
     for part in source.parts():
-        yield from records_of(part, pair, bad)
+        found = records_of(part, kept, left_out if skip_bad_records else None)
+        yield from (each for each in found if each is not None)
 
 
 def _conversation(record: Mapping[str, Any], side: str) -> Conversation:
@@ -74,11 +102,16 @@ def _conversation(record: Mapping[str, Any], side: str) -> Conversation:
 
 
 def read_prompts(
-    source: Source, options: ChatOptions, tokenizer: Tokenizer, bad: BadRecords
+    source: Source,
+    options: ChatOptions,
+    tokenizer: Tokenizer,
+    left_out: BadRecords,
+    *,
+    skip_bad_records: bool = False,
 ) -> Iterator[Prompt]:
     """Yields the prompts of a source: records of {"prompt": text or messages, ...}.
 
-    Arguments are those of `read_pairs`; a prompt has at most `max_length` tokens.
+    Arguments and errors are those of `read_pairs`; a prompt has at most `max_length` tokens.
     """
     encoder = ChatEncoder(options, tokenizer)
 
@@ -97,5 +130,4 @@ def read_prompts(
         columns = {name: x for name, x in record.items() if name not in ("prompt", "tools")}
         return Prompt(ids, checked.messages, columns)
 
-    for part in source.parts():
-        yield from records_of(part, prompt, bad)
+    return _read(source, prompt, left_out, skip_bad_records)

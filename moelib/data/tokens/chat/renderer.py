@@ -14,6 +14,7 @@ import resource
 import secrets
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +71,11 @@ def _answer(texts: Callable[[], dict[str, Any]], seconds: float) -> None:
     try:
         answer = json.dumps(texts())
     except Exception as error:  # Of any class.
-        answer = json.dumps({"reason": f"{type(error).__name__}: {error!s:.300}"})
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
+        lines += [error.lineno] if isinstance(error, jinja2.TemplateSyntaxError) else []
+        line = f"line {lines[-1]}: " if lines else ""
+        answer = json.dumps({"reason": f"{line}{type(error).__name__}: {error!s:.300}"})
     print(answer, flush=True)
 
 

@@ -158,7 +158,8 @@ class ChatTemplate:
                     )
         answer = json.loads(line)
         if "reason" in answer:
-            raise TemplateError(f"{self.name}: {answer['reason']}")
+            cure = "" if jobs else "; correct it, or set another chat_template (--chat_template)."
+            raise TemplateError(f"{self.name}: {answer['reason'].rstrip('.')}{cure}")
         return answer
 
     def _start(self) -> None:

@@ -46,6 +46,8 @@ def test_tools_and_their_calls_are_kept():
         ({"text": "a"}, "no conversation", "'text'"),
         ({"messages": []}, "no list of messages", "messages is []"),
         ({"messages": "hello"}, "no list of messages", "'hello'"),
+        ({"prompt": "a", "completion": None}, "no conversation", "completion: null"),
+        ({"prompt": float("nan"), "completion": "a"}, "no list of messages", "prompt is nan"),
         ({"messages": ["a"]}, "a message that is no object", "messages[0] is 'a'"),
         ({"messages": [USER]}, "no message of an assistant", ""),
         (

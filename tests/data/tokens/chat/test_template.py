@@ -105,7 +105,8 @@ def test_the_day_is_that_of_the_template():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("{% if %}", "TemplateSyntaxError"),
+        ("a\n{% if %}", r"line 2: TemplateSyntaxError: .*; correct it.*--chat_template"),
+        ("a\nb\n{{ nothing.at_all }}", "line 3: UndefinedError"),
         ("{% import 'os' as os %}", "no loader"),
         ("{{ ''.__class__.__mro__ }}", "'__class__' of 'str' object is unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
