@@ -76,8 +76,7 @@ class Samples(Watcher):
                 return
         for prompt, text in zip(self.config.prompts, texts, strict=True):
             run.note(SAMPLE, step=step, prompt=prompt, text=text)
-            line = json.dumps(prompt + text, ensure_ascii=False)
-            run.print(f"step {step}: {line if len(line) <= _SHOWN else line[:_SHOWN] + '...'}")
+            run.print(f"step {step}: {shortened_sample(prompt + text)}")
 
     def _texts(self) -> list[str]:
         model, decode = self.run.model, self._tokenizer.decode
@@ -96,3 +95,9 @@ class Samples(Watcher):
         del token
         self.run.on_batch(index)
         return False
+
+
+def shortened_sample(text: str) -> str:
+    """Returns the beginning of a text on one line, in quotes."""
+    line = json.dumps(text, ensure_ascii=False)
+    return line if len(line) <= _SHOWN else line[:_SHOWN] + "..."

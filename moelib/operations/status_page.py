@@ -79,7 +79,7 @@ _TILES = (  # (title, metric, format)
     ("s/step", "step_seconds", "{:.3g}"),
     ("device memory, GB", "device_memory_gb", "{:.1f}"),
 )
-_SAMPLE_COLUMNS = ("step", "prompt", "text")
+_SAMPLE_COLUMNS = ("step", "prompt", "text", "reward")
 _SECONDS_PER_READ = 0.1  # Of a request, which shares the interpreter with training.
 _MAX_VIEWS = 8  # Runs whose curves are in memory.
 _NUM_EVENTS, _NUM_SAMPLES = 30, 30
@@ -153,6 +153,7 @@ def _described(path: str, metrics: RunMetrics, name: str) -> dict[str, Any]:
     all_events = RunFolder(path).events()
     events = [x for x in all_events if x["event"] != SAMPLE][-_NUM_EVENTS:]
     samples = [x for x in all_events if x["event"] == SAMPLE][-_NUM_SAMPLES:]
+    columns = [name for name in _SAMPLE_COLUMNS if any(name in x for x in samples)]
     return {
         "name": run.name,
         "state": run.state,
@@ -165,7 +166,8 @@ def _described(path: str, metrics: RunMetrics, name: str) -> dict[str, Any]:
         "tiles": shown,
         "charts": list(_charts(metrics)),
         "settings": _settings(RunFolder(path).file(CONFIG_FILE)),
-        "samples": [[str(x.get(name, "")) for name in _SAMPLE_COLUMNS] for x in samples[::-1]],
+        "sample_columns": [name.capitalize() for name in columns],
+        "samples": [[str(x.get(name, "")) for name in columns] for x in samples[::-1]],
         "events": [[_clock(x.pop("time")), x.pop("event"), _fields(x)] for x in events[::-1]],
     }
 

@@ -18,6 +18,7 @@ from moelib.runtime.table import Table, print_table
 from moelib.tasks.fine_tuning import FineTuning
 from moelib.tasks.finetune_data import input_of
 from moelib.tasks.fit import FitResult, fit
+from moelib.tasks.rollout_samples import RolloutSamples
 from moelib.train.adapters import add_adapters
 from moelib.train.init_from import InitFrom
 from moelib.train.trainer import SpmdTrainer
@@ -74,6 +75,8 @@ def finetune_config(settings: FineTuning) -> SpmdTrainer.Config:
     if not settings.full:
         names = {"rank": settings.lora_rank, "train_router": settings.train_router}
         add_adapters(cfg, settings.targets, **names)
+    if settings.objective in ("grpo", "gspo"):
+        cfg.watchers["rollouts"] = RolloutSamples.default_config()
     return cfg.set(input=input_of(settings, model))  # Last: it may prepare data for minutes.
 
 

@@ -16,7 +16,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,14 @@ Sampler = Callable[[Sequence[Sequence[int]], Sequence[int]], Sequence[Rollout]]
 
 class RewardError(UserError):
     """A reward that gives no numbers."""
+
+
+class Answer(NamedTuple):
+    """An answer of a rollout."""
+
+    prompt: str  # Content of the last message.
+    text: str
+    reward: float
 
 
 class RolloutInput(Input):
@@ -122,6 +130,7 @@ class RolloutInput(Input):
         self.tokenizer = self.load_tokenizer(cfg)
         self._stop_ids = read_stop_ids(cfg.path, self.tokenizer)
         self._made: tuple[int, Batch] = (-1, {})  # Number and rows of the newest rollout.
+        self.newest: Sequence[Answer] = ()  # Those of the newest rollout.
 
     @classmethod
     def load_tokenizer(cls, cfg: Any) -> Tokenizer:
@@ -159,7 +168,11 @@ class RolloutInput(Input):
         prompts = [self.prompts[i] for i in self._chosen(number) for _ in range(cfg.group_size)]
         seeds = (random_bits(len(prompts), cfg.seed, number) >> np.uint64(33)).tolist()
         answers = self._answers([prompt["ids"] for prompt in prompts], seeds, policy)
-        rewards = on_process_0(lambda: self._rewards(prompts, answers))
+        stops = {*self._stop_ids}
+        texts = [self.tokenizer.decode([i for i in x.ids if i not in stops]) for x in answers]
+        rewards = on_process_0(lambda: self._rewards(prompts, texts))
+        asked = [prompt["messages"][-1]["content"] for prompt in prompts]
+        self.newest = [Answer(*each) for each in zip(asked, texts, rewards, strict=True)]
         batch = self._rows(prompts, answers, np.asarray(rewards, np.float32))
         if cfg.steps_per_rollout > 1:
             batch["old_log_probs"] = self._log_probs(policy, batch)
@@ -207,12 +220,9 @@ class RolloutInput(Input):
             )
         return answers
 
-    def _rewards(
-        self, prompts: Sequence[Mapping[str, Any]], answers: Sequence[Rollout]
-    ) -> list[float]:
+    def _rewards(self, prompts: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[float]:
         """Returns the reward of each answer. Raises RewardError if it gives no numbers in time."""
-        cfg, stops = self.config, {*self._stop_ids}
-        texts = [self.tokenizer.decode([i for i in x.ids if i not in stops]) for x in answers]
+        cfg = self.config
         names = sorted({name for prompt in prompts for name in prompt["columns"]})
         columns = {name: [prompt["columns"].get(name) for prompt in prompts] for name in names}
         messages = [prompt["messages"] for prompt in prompts]
@@ -222,9 +232,9 @@ class RolloutInput(Input):
             rewards = [float(x) for x in found]
         except (TypeError, ValueError):
             rewards = []
-        if len(rewards) != len(answers):
+        if len(rewards) != len(texts):
             raise RewardError(
-                f"reward={cfg.reward} returned {found!r:.80}; return a list of {len(answers)} "
+                f"reward={cfg.reward} returned {found!r:.80}; return a list of {len(texts)} "
                 "numbers, one for each completion."
             )
         for text, reward in zip(texts, rewards, strict=True):

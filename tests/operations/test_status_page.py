@@ -65,6 +65,7 @@ def test_a_run_is_shown_with_the_numbers_of_its_files(url):
     assert ["loss", "2.0000"] in found["tiles"]
     assert [x[1:] for x in found["events"]] == [["start", "num processes 2"]]
     assert found["samples"] == [["20", "Once", " <b>upon</b>"]]
+    assert found["sample_columns"] == ["Step", "Prompt", "Text"]
     assert found["files"] == ["config.txt", "events.jsonl", "metrics.jsonl", "process_0.log"]
 
 

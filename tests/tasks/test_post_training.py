@@ -16,11 +16,13 @@ from moelib.core.config import config_for_function
 from moelib.core.errors import UserError
 from moelib.data.tokens.tokenizer import ByteTokenizer
 from moelib.inference.rollout import Rollout
+from moelib.runs.folder import SAMPLE
 from moelib.tasks.fine_tuning import FineTuning
 from moelib.tasks.finetune import finetune_config
 from moelib.tasks.fit import fit
 from moelib.tasks.openai_sampler import OpenAISampler, ServerError
 from moelib.tasks.rollout_input import RewardError, RolloutInput
+from moelib.tasks.rollout_samples import RolloutSamples
 from tests.tasks.base_model import save_base
 
 
@@ -95,9 +97,19 @@ def test_rewards_rise_and_the_sampler_agrees_with_the_trainer(folder, tmp_path, 
     assert steps[-1]["reward"] > 0.8
 
 
-def test_a_resumed_run_draws_the_same_answers(folder, tmp_path):
+def test_a_resumed_run_draws_the_same_answers_and_shows_them(folder, tmp_path, capsys):
     fields = {"max_step": 4, "max_new_tokens": 3, "steps_per_rollout": 2}
     whole = metrics_of(settings(folder, tmp_path / "whole", "grpo", **fields))
+    lines = (tmp_path / "whole/events.jsonl").read_text().splitlines()
+    shown, events = "".join(capsys.readouterr()), map(json.loads, lines)
+    best, worst = [x for x in events if x["event"] == SAMPLE]
+    for x in (best, worst):
+        assert x["prompt"] in [f"{i}?" for i in range(5)]
+        assert x["reward"] == pytest.approx(
+            share_of_letters([[{"role": "user"}]], [x["text"]], ["e"])[0]
+        )
+        assert f"step 4, reward {x['reward']:g}: " in shown
+    assert best["reward"] >= worst["reward"]
     cut = settings(folder, tmp_path / "cut", "grpo", **fields)
     fit(finetune_config(cut).set(log_every_n_steps=1), max_step=2)
     resumed = metrics_of(cut)
@@ -110,7 +122,14 @@ def test_a_resumed_run_draws_the_same_answers(folder, tmp_path):
 # -- What ends a run, and what samplers and rewards must give ------------------------------------
 
 
-def prompts_folder(folder, lines=({"ids": [72, 63], "messages": [], "columns": {"wanted": "e"}},)):
+PROMPT = {
+    "ids": [72, 63],
+    "messages": [{"role": "user", "content": "H?"}],
+    "columns": {"wanted": "e"},
+}
+
+
+def prompts_folder(folder, lines=(PROMPT,)):
     """Writes prompts of a byte tokenizer into a folder."""
     ByteTokenizer.default_config().instantiate().save(str(folder))
     (folder / "prompts.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
@@ -262,6 +281,13 @@ def test_wrong_records_are_errors_or_skipped_and_counted(folder, tmp_path, capsy
     finetune_config(dataclasses.replace(given, skip_bad_lines=True))
     assert "3 records left out (" in (out := capsys.readouterr().out)
     assert f"); the first: {tmp_path / 'mixed.jsonl'}:{first}: " in out
+
+
+def test_an_input_without_answers_has_none_to_show(folder, tmp_path):
+    cfg = finetune_config(settings(folder, tmp_path / "run", "dpo"))
+    cfg.watchers["answers"] = RolloutSamples.default_config()
+    with pytest.raises(UserError, match=r"watchers\.answers: the input draws no answers"):
+        fit(cfg)
 
 
 @pytest.mark.parametrize(("end", "warns"), [("THE END", True), ("e", False)])
