@@ -134,6 +134,8 @@ class Plan:
         title = f"{self.name}: {len(shown)} of {len(self.rows)} meshes, "
         title += f"{self.num_candidates:,} candidates"
         footnotes = [*_details(self.rows[0]), *_shared_sides(shown)]
+        if getattr(self.trainer_config.input.klass, "reads_parameters", False):
+            footnotes.append("The answers that the input draws from the model come on top.")
         if self.budget is not None:
             footnotes.append("!: within the budget at the low end of the range only.")
         if self.num_over_budget:

@@ -16,6 +16,7 @@ from moelib.core.config import config_for_function
 from moelib.core.errors import UserError
 from moelib.data.tokens.tokenizer import ByteTokenizer
 from moelib.inference.rollout import Rollout
+from moelib.planning.plan import plan
 from moelib.runs.folder import SAMPLE
 from moelib.tasks.fine_tuning import FineTuning
 from moelib.tasks.finetune import finetune_config
@@ -288,6 +289,13 @@ def test_an_input_without_answers_has_none_to_show(folder, tmp_path):
     cfg.watchers["answers"] = RolloutSamples.default_config()
     with pytest.raises(UserError, match=r"watchers\.answers: the input draws no answers"):
         fit(cfg)
+
+
+@pytest.mark.parametrize("objective", ["dpo", "grpo"])
+def test_a_plan_says_that_answers_are_not_counted(folder, tmp_path, objective):
+    cfg = finetune_config(settings(folder, tmp_path / "run", objective))
+    table = plan(cfg, "v6e:2x2", current_mesh=True).table()
+    assert (table.footnotes[-1].startswith("The answers")) is (objective == "grpo")
 
 
 @pytest.mark.parametrize(("end", "warns"), [("THE END", True), ("e", False)])
