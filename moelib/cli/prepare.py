@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from moelib.core.errors import UsageError
-from moelib.runtime.command_line import flag, no_arguments
+from moelib.runtime.command_line import check_used, flag, no_arguments
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,13 +41,18 @@ class Flags:
     )
     chat_template: str | None = flag(
         None,
-        "Chat template of --format=chat: a file of Jinja, chatml, llama3 or plain; by default that "
-        "next to --tokenizer.",
+        "Chat template: a file of Jinja, chatml, llama3 or plain; by default that next to "
+        "--tokenizer.",
+        of=("chat",),
     )
     seq_len: int | None = flag(
-        None, "Tokens of the longest conversation; longer ones are cut after an answer."
+        None,
+        "Tokens of the longest conversation; longer ones are cut after an answer.",
+        of=("chat",),
     )
-    leave_out_long: bool = flag(False, "Leave out conversations above --seq_len, uncut.")
+    leave_out_long: bool = flag(
+        False, "Leave out conversations above --seq_len, uncut.", of=("chat",)
+    )
     text_field: str = flag("text", "Field or column that holds the document.")
     tfds_data_dir: str | None = flag(None, "Folder of TFDS data sets; TFDS's own if not set.")
     num_processes: int | None = flag(
@@ -88,6 +93,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         raise UsageError("--eos_token names a token of a tokenizer.json: set --tokenizer to one.")
     if flags.prepend_bos and flags.tokenizer in (None, "bytes"):
         raise UsageError("--prepend_bos takes BOS of a tokenizer.json: set --tokenizer to one.")
+    check_used(flags, "--format", flags.format)
     share = None if flags.share is None else read_share(flags.share, os.environ)
 
     from moelib.data.tokens.preparation import plan_store
@@ -122,6 +128,7 @@ def _chat_options(flags: Flags, tokenizer: Any, source: Any) -> Any:
     """Returns the settings of conversations. Raises UsageError without a template."""
     from moelib.data.tokens.chat.labels import chat_options
     from moelib.data.tokens.chat.template import find_template
+    from moelib.inference.conversation import ChatFormat
 
     path = flags.tokenizer or ""
     folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
@@ -131,6 +138,7 @@ def _chat_options(flags: Flags, tokenizer: Any, source: Any) -> Any:
             f"--format=chat: {folder} has no chat template; set --chat_template to chatml, llama3, "
             "plain or a file of Jinja."
         )
+    ChatFormat(template, tokenizer).warn_of_long_end()
     long = "leave_out" if flags.leave_out_long else "cut"
     return chat_options(template, source, max_length=flags.seq_len, long=long)
 

@@ -1,5 +1,6 @@
 """Conversations with a model: messages become a prompt by the model's chat template."""
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,8 @@ from moelib.runtime import storage
 
 if TYPE_CHECKING:
     from moelib.data.tokens.chat.template import ChatTemplate
+
+logger = logging.getLogger(__name__)
 
 ROLES = "system", "user", "assistant"
 
@@ -28,6 +31,15 @@ class ChatFormat:
         ids = tokenizer.encode_rendered(end) if (end := _end_of_message(template)) else []
         self.stop_ids: list[int] = ids if len(ids) == 1 else []
         self.stop: list[str] = [end] if len(ids) > 1 else []
+
+    def warn_of_long_end(self) -> None:
+        """Warns if the end of a message is several tokens, which a model must learn one by one."""
+        for end in self.stop:
+            logger.warning(
+                "The chat template ends an answer with %r, which is %d tokens of the tokenizer; "
+                "add it as a special token, or set another chat_template (--chat_template).",
+                *(end, len(self._tokenizer.encode_rendered(end))),
+            )
 
     def prompt(self, messages: Any) -> list[int]:
         """Returns the token ids of a conversation, up to where the model continues.

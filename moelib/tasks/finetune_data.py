@@ -22,7 +22,7 @@ from moelib.data.sources.source import BadRecordError, BadRecords, Source, finge
 from moelib.data.sources.source_for_path import source_for_path
 from moelib.data.tokens.chat import pairs as pairs_lib
 from moelib.data.tokens.chat.labels import ChatOptions, chat_options
-from moelib.data.tokens.chat.template import ChatTemplate, TemplateError, find_template
+from moelib.data.tokens.chat.template import ChatTemplate, find_template
 from moelib.data.tokens.prepare import prepare
 from moelib.data.tokens.token_store import META, TokenStore
 from moelib.data.tokens.tokenizer import Tokenizer
@@ -100,23 +100,12 @@ def _check_reward(reward: str) -> None:
         ) from error
 
 
-def _check_template(template: ChatTemplate) -> None:
-    """Raises UserError if a template cannot write a question and its answer."""
-    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-    cure = "correct it, or set another chat_template (--chat_template)."
-    try:
-        text = template.render(messages)
-    except TemplateError as error:
-        raise UserError(f"{error}, for a question and its answer; {cure}") from error
-    if "answer" not in text:
-        raise UserError(f"{template.name} does not write what an assistant says; {cure}")
-
-
 def _store(settings: FineTuning) -> str:
     """Returns the token store of the data; conversations are prepared now, next to the run."""
     if os.path.exists(os.path.join(settings.data, META)):
         return settings.data
     records, tokenizer, template = _opened(settings)
+    ChatFormat(template, tokenizer).warn_of_long_end()
     chat = chat_options(template, records, max_length=settings.seq_len)
     store = settings.trainer_dir.rstrip("/") + ".data"
     skip = settings.skip_bad_lines
@@ -141,7 +130,6 @@ def _opened(settings: FineTuning) -> tuple[Source, Tokenizer, ChatTemplate]:
             f"model={settings.model} has no chat template; set chat_template (--chat_template) to "
             "chatml, llama3, plain or a file of Jinja."
         )
-    _check_template(template)
     return records, tokenizer, template
 
 

@@ -172,7 +172,7 @@ def test_data_without_conversations_or_template_are_refused(folders, tmp_path, n
     ("template", "message"),
     [
         ("{{ absent.field }}", ": line 1: .*absent.*, for a question and its answer; .*template"),
-        ("{% for m in messages %}x{% endfor %}", " does not write what an assistant says"),
+        ("{% for m in messages %}x{% endfor %}", " does not write the content"),
     ],
 )
 def test_a_template_that_fails_is_blamed_instead_of_the_data(folders, tmp_path, template, message):

@@ -24,6 +24,7 @@ from moelib.data.sources.source import (
 from moelib.runtime.storage import readable
 
 PACKED = ("", ".gz", ".zst", ".zstd")  # Endings of a plain file, and of compressed ones.
+_CONVERSATIONS = {"messages", "conversations", "completion", "output"}  # Their fields.
 ENDINGS = tuple(stem + packed for stem in (".jsonl", ".json") for packed in PACKED)
 
 
@@ -97,6 +98,8 @@ def record_of(line: bytes) -> Mapping[str, Any]:
     line = line.strip()
     try:
         record = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise BadRecordError(f"not UTF-8 ({error}); save the file as UTF-8") from None
     except (ValueError, RecursionError) as error:
         hint = " (the file seems to be an array; write one record per line)" * (line == b"[")
         raise BadRecordError(f"not JSON{hint}: {error}") from None
@@ -112,7 +115,8 @@ def text_of(record: Mapping[str, Any], field: str | None) -> str:
         text = record_as_text(record)
     elif field not in record:
         names = f"{sorted(record)}"
-        raise BadRecordError(f"no {name}; it has {names:.200}: set text_field")
+        chat = ", or format to chat (--format=chat)" if _CONVERSATIONS & record.keys() else ""
+        raise BadRecordError(f"no {name}; it has {names:.200}: set text_field (--text_field){chat}")
     elif not isinstance(text := record[field], str):
         raise BadRecordError(f"{name} is {text!r:.40}, not text")
     try:

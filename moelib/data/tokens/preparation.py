@@ -310,6 +310,9 @@ def join_parts(preparation: Preparation, tokenizer: Tokenizer, accept_lossy: boo
     folder, output_dir = preparation.folder, preparation.output_dir
     results = _results(preparation, tokenizer)
     _check_lost(results, accept_lossy)
+    if not any(result.num_tokens for result in results):
+        shutil.rmtree(folder)
+        raise UserError(_nothing_found(preparation.parts, results))
     meta = _finish(folder, preparation.plan, tokenizer, results)
     os.rename(folder, output_dir)
     sync_folder(os.path.dirname(output_dir) or ".")
@@ -349,9 +352,6 @@ def _finish(
     results: Sequence[PartResult],
 ) -> StoreMeta:
     """Joins the arrays of the parts and writes meta.json."""
-    if not any(result.num_tokens for result in results):
-        shutil.rmtree(folder)
-        raise UserError(_nothing_found(results))
     arrays = {}
     is_chat = plan["chat"] is not None
     names = (token_store.LENGTHS, token_store.NUM_BYTES, *[token_store.LABELS] * is_chat)
@@ -416,13 +416,14 @@ def _check_lost(results: Sequence[PartResult], accepted: bool) -> None:
     logger.warning("%s.", message)
 
 
-def _nothing_found(results: Sequence[PartResult]) -> str:
+def _nothing_found(parts: Sequence[Part], results: Sequence[PartResult]) -> str:
     """Returns the message for a source without any text."""
+    names = parts[0].name + (f" and {len(parts) - 1} other parts" if len(parts) > 1 else "")
     first = next((f" (the first: {r.first_bad_record})" for r in results if r.first_bad_record), "")
     left_out = _left_out(results)
     conversations = f", {left_out.total():,} conversations left out ({_reasons(left_out)})"
     return (
-        f"The source has no text of use: {sum(r.num_empty for r in results)} empty documents, "
+        f"There is no text of use in {names}: {sum(r.num_empty for r in results)} empty documents, "
         f"{sum(r.num_bad_records for r in results)} bad records{first}"
         f"{conversations if left_out else ''}; use other files"
         + (", or set the length (--seq_len) higher." if left_out else " with text.")

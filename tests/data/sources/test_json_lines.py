@@ -76,7 +76,8 @@ def test_ranges_of_bytes_give_every_line_once(tmp_path, monkeypatch, size):
         (b'{"body": "x"}', r"'text'.*\['body'\].*text_field"),
         (b'{"text": null}', "'text'.*None"),
         (b'{"text": "\\ud800"}', "'text'.*surrogate"),
-        (b"\xff", "not JSON"),
+        (b'{"messages": []}', "set text_field .*--format=chat"),
+        (b"\xff", "not UTF-8 .*; save the file as UTF-8"),
     ],
 )
 @pytest.mark.parametrize("size", [16, 1 << 20])

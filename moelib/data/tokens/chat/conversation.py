@@ -54,12 +54,13 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
     if "messages" in given:
         messages = _listed(given["messages"], "messages")
     elif "conversations" in given:
-        messages = [_of_sharegpt(x) for x in _listed(given["conversations"], "conversations")]
+        listed = _listed(given["conversations"], "conversations")
+        messages = [_of_sharegpt(x, f"conversations[{i}]") for i, x in enumerate(listed)]
     elif {"prompt", "completion"} <= given.keys():
         sides = ("prompt", "user"), ("completion", "assistant")
         messages = [x for name, role in sides for x in _side(given[name], role, name)]
     elif {"instruction", "output"} <= given.keys():
-        asked = [_text(x) for x in (given["instruction"], given.get("input")) if x]
+        asked = [_text(given[x], x) for x in ("instruction", "input") if given.get(x)]
         asked = _side("\n\n".join(asked), "user", "instruction")
         messages = [*asked, *_side(given["output"], "assistant", "output")]
     else:
@@ -91,13 +92,13 @@ def _listed(value: Any, name: str) -> list[Any]:
     return value
 
 
-def _of_sharegpt(message: Any) -> Any:
+def _of_sharegpt(message: Any, name: str) -> Any:
     if not isinstance(message, Mapping) or not {"from", "value"} <= message.keys():
-        raise RecordError("a message without from and value", f"{message!r:.80}")
+        raise RecordError("a message that lacks from or value", f"{name} is {message!r:.80}")
     sender = message["from"]
     if sender not in _SHAREGPT:
         known = did_you_mean(str(sender), _SHAREGPT)
-        raise RecordError("unknown role", f"from={sender!r:.40}; {known}")
+        raise RecordError("unknown role", f"{name}.from={sender!r:.40}; {known}")
     return {"role": _SHAREGPT[sender], "content": message["value"]}
 
 
@@ -106,9 +107,9 @@ def _side(value: Any, role: str, name: str) -> list[Any]:
     return [{"role": role, "content": value}] if isinstance(value, str) else _listed(value, name)
 
 
-def _text(value: Any) -> str:
+def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise RecordError("content that is no text", f"{value!r:.80}")
+        raise RecordError("content that is no text", f"{name} is {value!r:.80}")
     return value
 
 
@@ -120,7 +121,8 @@ def _checked(index: int, message: Any) -> dict[str, Any]:
     if (role := message.get("role")) not in ROLES:
         raise RecordError("unknown role", f"{name}.role={role!r:.40}; use one of {ROLES}")
     calls = message.get("tool_calls")
-    content = _text(message.get("content") or ("" if calls else message.get("content")))
+    content = message.get("content")
+    content = _text("" if calls and not content else content, f"{name}.content")
     if not content.strip() and not calls:
         raise RecordError("an empty message", f"{name}.content is {content!r:.40}")
     kept = {key: value for key, value in message.items() if value is not None}

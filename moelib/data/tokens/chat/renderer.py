@@ -75,7 +75,8 @@ def _answer(texts: Callable[[], dict[str, Any]], seconds: float) -> None:
         lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
         lines += [error.lineno] if isinstance(error, jinja2.TemplateSyntaxError) else []
         line = f"line {lines[-1]}: " if lines else ""
-        answer = json.dumps({"reason": f"{line}{type(error).__name__}: {error!s:.300}"})
+        text = f"{error!s:.300}" or "out of memory"  # MemoryError has no text.
+        answer = json.dumps({"reason": f"{line}{type(error).__name__}: {text}"})
     print(answer, flush=True)
 
 

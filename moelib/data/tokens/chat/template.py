@@ -152,9 +152,9 @@ class ChatTemplate:
                 line = self._exchange(self._process, json.dumps(request))
                 if not line:
                     self._process = None
+                    limits = f"{_SECONDS:g} s or {_MEGABYTES} MB"
                     raise TemplateError(
-                        f"{self.name} took more than {_SECONDS:g} s or {_MEGABYTES} MB; use "
-                        "another template, or shorter messages."
+                        f"{self.name} took more than {limits}; make it or the messages shorter"
                     )
         answer = json.loads(line)
         if "reason" in answer:
@@ -198,7 +198,7 @@ def find_template(
         **options: Further arguments of `ChatTemplate`.
 
     Raises:
-        UserError: If a file cannot be read, or is no template.
+        UserError: If a file cannot be read, or is no template of a question and its answer.
     """
     settings = {}
     if folder is not None and storage.exists(path := os.path.join(folder, SETTINGS_FILE)):
@@ -208,7 +208,21 @@ def find_template(
     name, source = found
     bos = named_token(settings, "bos_token") or tokenizer.bos_token or ""
     eos = named_token(settings, "eos_token") or tokenizer.eos_token
-    return ChatTemplate(source, bos_token=bos, eos_token=eos, name=name, **options)
+    template = ChatTemplate(source, bos_token=bos, eos_token=eos, name=name, **options)
+    _check(template)
+    return template
+
+
+def _check(template: ChatTemplate) -> None:
+    """Raises UserError if a template cannot write a question and its answer."""
+    texts = {"user": "q-8f3aq", "assistant": "a-8f3aq"}
+    cure = "correct it, or set another chat_template (--chat_template)."
+    try:
+        written = template.render([{"role": x, "content": text} for x, text in texts.items()])
+    except TemplateError as error:
+        raise UserError(f"{error}, for a question and its answer; {cure}") from error
+    if lost := [role for role, text in texts.items() if text not in written]:
+        raise UserError(f"{template.name} does not write the content of {lost}; {cure}")
 
 
 def _source(

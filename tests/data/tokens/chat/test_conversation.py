@@ -56,12 +56,16 @@ def test_tools_and_their_calls_are_kept():
             "messages[0].role='boss'",
         ),
         ({"messages": [USER, {"role": "assistant", "content": " "}]}, "an empty message", "[1]"),
-        ({"messages": [USER, {"role": "assistant"}]}, "content that is no text", "None"),
-        ({"messages": [{"role": "user", "content": [1]}]}, "content that is no text", "[1]"),
+        ({"messages": [USER, {"role": "assistant"}]}, "content that is no text", "[1].content"),
+        ({"messages": [{"role": "user", "content": [1]}]}, "content that is no text", "is [1]"),
         ({"messages": [USER, ANSWER], "tools": "f"}, "no list of tools", "'f'"),
         ({"conversations": [{"from": "bot", "value": "a"}]}, "unknown role", "from='bot'"),
-        ({"conversations": [{"value": "a"}]}, "a message without from and value", ""),
-        ({"instruction": 5, "output": "a"}, "content that is no text", "5"),
+        (
+            {"conversations": [{"value": "a"}]},
+            "a message that lacks from or value",
+            "conversations[0] is {",
+        ),
+        ({"instruction": 5, "output": "a"}, "content that is no text", "instruction is 5"),
     ],
 )
 def test_other_records_are_refused(record, reason, detail):

@@ -20,6 +20,7 @@ TALK = [
     {"role": "user", "content": "U"},
     {"role": "assistant", "content": "A"},
 ]
+WHOLE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 RENDERINGS = pathlib.Path(__file__).with_name("renderings.json")
 
 
@@ -84,16 +85,39 @@ def test_a_folder_has_a_template_in_a_file_or_in_its_settings(tmp_path):
     tokenizer = ByteTokenizer.default_config().instantiate()
     assert find_template(str(tmp_path), None, tokenizer) is None
     settings = tmp_path / "tokenizer_config.json"
-    settings.write_text(json.dumps({"chat_template": "{{ messages | length }} of settings"}))
-    assert find_template(str(tmp_path), None, tokenizer).render(TALK) == "3 of settings"
-    named = [{"name": "tools", "template": "x"}, {"name": "default", "template": "of a list"}]
+    settings.write_text(json.dumps({"chat_template": WHOLE + " of settings"}))
+    assert find_template(str(tmp_path), None, tokenizer).render(TALK) == "SUA of settings"
+    named = [
+        {"name": "tools", "template": "x"},
+        {"name": "default", "template": WHOLE + " of a list"},
+    ]
     settings.write_text(json.dumps({"chat_template": named}))
-    assert find_template(str(tmp_path), None, tokenizer).render(TALK) == "of a list"
-    (tmp_path / "chat_template.jinja").write_text("of a file{{ eos_token }}")
-    assert find_template(str(tmp_path), None, tokenizer).render(TALK) == "of a file<|endoftext|>"
+    assert find_template(str(tmp_path), None, tokenizer).render(TALK) == "SUA of a list"
+    (tmp_path / "chat_template.jinja").write_text(WHOLE + "{{ eos_token }}")
+    assert find_template(str(tmp_path), None, tokenizer).render(TALK) == "SUA<|endoftext|>"
     with pytest.raises(UserError, match=r"chat_template='nothing'.*chatml"):
         find_template(None, "nothing", tokenizer)
     assert set(BUILT_IN) == {"chatml", "llama3", "plain"}
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ absent.field }}", r": line 1: .*absent.*, for a question and its answer; correct it"),
+        (
+            "{% for m in messages %}{{ m.role }}: hello{% endfor %}",
+            r"\['user', 'assistant'\]; corr",
+        ),
+        ("{{ messages[0].content }}", r"does not write the content of \['assistant'\]"),
+        ("{% import 'os' as os %}" + WHOLE, "no loader"),
+    ],
+)
+def test_a_template_that_writes_no_answer_is_blamed(tmp_path, source, message):
+    (tmp_path / "own.jinja").write_text(source)
+    with pytest.raises(UserError, match="own.jinja.*" + message):
+        find_template(
+            None, str(tmp_path / "own.jinja"), ByteTokenizer.default_config().instantiate()
+        )
 
 
 def test_the_day_is_that_of_the_template():
