@@ -8,6 +8,7 @@ reading compares the tensors' files, and the others that it lists, with it.
 import concurrent.futures
 import contextlib
 import errno
+import glob
 import hashlib
 import json
 import logging
@@ -39,6 +40,17 @@ _SUM = re.compile(r"([0-9a-fA-F]{64})[ \t]+\*?(.+)")  # A line of SHA256SUMS.
 _FLOAT8 = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu}
 
 
+def check_tensors(folder: str) -> None:
+    """Raises MissingFileError if a folder has no tensors; nothing is read."""
+    if any(os.path.isfile(os.path.join(folder, name)) for name in (SINGLE_FILE, INDEX_FILE)):
+        return
+    pickled = glob.glob(os.path.join(glob.escape(folder), "*.bin"))
+    raise MissingFileError(
+        f"There is no file {os.path.join(folder, SINGLE_FILE)}, nor {INDEX_FILE}; "
+        + ("save the pickled model (*.bin) as safetensors." if pickled else "name another folder.")
+    )
+
+
 class DamagedTensorsError(UserError, RuntimeError):
     """A file of tensors, or one that belongs to them, is not as it was written."""
 
@@ -61,6 +73,7 @@ class TensorFolder:
         self.folder = folder
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
+        check_tensors(folder)
         named = _index(folder)
         if named and os.path.exists(os.path.join(folder, SINGLE_FILE)):
             raise DamagedTensorsError(
@@ -88,10 +101,9 @@ class TensorFolder:
 
         path = os.path.join(self.folder, name)
         if not os.path.isfile(path):
-            detail = f"{INDEX_FILE} names it"
-            if name == SINGLE_FILE:
-                detail = f"nor {INDEX_FILE}; save a pickled model (*.bin) as safetensors first"
-            raise MissingFileError(f"There is no file {path}; {detail}.")
+            raise MissingFileError(
+                f"There is no file {path}, which {INDEX_FILE} names; restore it."
+            )
         try:
             file = safetensors.safe_open(path, framework="np")
         except Exception as error:  # The library's own class, or OSError.

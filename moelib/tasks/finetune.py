@@ -1,9 +1,11 @@
 """Fine-tuning of a Hugging Face model: the config of its run, and the numbers that are trained."""
 
 import dataclasses
+import logging
 
 import jax
 
+from moelib.checkpoint.safetensors import check_tensors
 from moelib.core.config import config_for_function
 from moelib.core.errors import UserError
 from moelib.core.param import specs_by_path
@@ -22,6 +24,8 @@ from moelib.tasks.rollout_samples import RolloutSamples
 from moelib.train.adapters import add_adapters
 from moelib.train.init_from import InitFrom
 from moelib.train.trainer import SpmdTrainer
+
+logger = logging.getLogger(__name__)
 
 _OF_ADAPTERS = "lora_rank", "targets", "train_router"
 
@@ -51,6 +55,7 @@ def finetune_config(settings: FineTuning) -> SpmdTrainer.Config:
     if settings.lr is not None and not settings.lr > 0:
         raise UserError(f"lr (--lr) is {settings.lr}; set it above 0.")
     model, _ = read_config(settings.model)
+    check_tensors(settings.model)
     peak_lr = settings.lr
     if peak_lr is None:
         peak_lr = (2e-4 if settings.objective == "sft" else 1e-5) * (0.1 if settings.full else 1)
@@ -75,9 +80,15 @@ def finetune_config(settings: FineTuning) -> SpmdTrainer.Config:
     if not settings.full:
         names = {"rank": settings.lora_rank, "train_router": settings.train_router}
         add_adapters(cfg, settings.targets, **names)
+    sizes = _sizes(cfg)  # Raises errors of settings before data are prepared, maybe for minutes.
+    if not settings.full and sizes["trained"][0] > sizes["frozen"][0]:
+        logger.warning(
+            "The adapters have more parameters than the model, and save nothing; set lora_rank "
+            "(--lora_rank) lower, or full (--full)."
+        )
     if settings.objective in ("grpo", "gspo"):
         cfg.watchers["rollouts"] = RolloutSamples.default_config()
-    return cfg.set(input=input_of(settings, model))  # Last: it may prepare data for minutes.
+    return cfg.set(input=input_of(settings, model))
 
 
 def _objective(settings: FineTuning) -> Objective.Config | None:
@@ -92,20 +103,25 @@ def _objective(settings: FineTuning) -> Objective.Config | None:
     return loss
 
 
+def _sizes(cfg: SpmdTrainer.Config) -> dict[str, tuple[int, int]]:
+    """Returns the numbers of trained and frozen parameters of a run, and their bytes."""
+    specs = cfg.model.instantiate(parent=None).create_parameter_specs_recursively()
+    learner = cfg.learner.clone(name="learner").instantiate(parent=None, param_specs=specs)
+    sizes = {"trained": (0, 0), "frozen": (0, 0)}
+    for path, spec in specs_by_path(specs).items():
+        name = "trained" if learner.is_updated(path) else "frozen"
+        num, size = sizes[name]
+        sizes[name] = num + spec.size, size + spec.size * jax.numpy.dtype(spec.dtype).itemsize
+    return sizes
+
+
 def parameter_table(cfg: SpmdTrainer.Config) -> Table:
     """Returns the numbers of trained and frozen parameters of a run, and their bytes."""
-    model = cfg.model.instantiate(parent=None)
-    specs = model.create_parameter_specs_recursively()
-    learner = cfg.learner.clone(name="learner").instantiate(parent=None, param_specs=specs)
-    sizes = {True: [0, 0], False: [0, 0]}
-    for path, spec in specs_by_path(specs).items():
-        counted = sizes[learner.is_updated(path)]
-        counted[0] += spec.size
-        counted[1] += spec.size * jax.numpy.dtype(spec.dtype).itemsize
+    sizes = _sizes(cfg)
     total = sum(num for num, _ in sizes.values())
     rows = [
         (name, f"{num:,}", f"{num / total:.2%}", f"{size / 2**30:.3f}")
-        for name, (num, size) in (("trained", sizes[True]), ("frozen", sizes[False]))
+        for name, (num, size) in sizes.items()
     ]
     return Table("", ["parameters", "number>", "share>", "GiB>"], rows)
 
@@ -116,6 +132,8 @@ def finetune(settings: FineTuning) -> FitResult:
     Raises:
         Exception: The errors of `finetune_config` and `moelib.fit`.
     """
+    if settings.mesh:
+        parse_mesh(settings.mesh, num_devices=jax.device_count(), field="mesh")
     cfg = finetune_config(settings)
     print_table(parameter_table(cfg))
     return fit(cfg)

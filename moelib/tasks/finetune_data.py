@@ -113,8 +113,8 @@ def _store(settings: FineTuning) -> str:
         prepare(records, tokenizer, store, chat=chat, append_eos=False, skip_bad_records=skip)
     except ExistingFileError as error:
         raise ExistingFileError(
-            f"{store} was made of other data or settings; restore them, set another trainer_dir "
-            "(--trainer_dir), or delete the folder."
+            f"{str(error).partition(';')[0]} (source: --data; chat: --chat_template, --seq_len); "
+            "restore them, set another trainer_dir (--trainer_dir), or delete the folder."
         ) from error
     return store
 
@@ -170,7 +170,7 @@ def _made(settings: FineTuning, folder: str, write: _Write) -> None:
     if not count:
         raise UserError(
             f"{settings.data} holds no record of use: {left_out.first or 'it is empty'}; set data "
-            "(--data) to other records."
+            "(--data) to other records, or seq_len (--seq_len) higher if they are too long."
         )
     if left_out.count:
         reasons = ", ".join(f"{name}: {number:,}" for name, number in left_out.reasons.items())

@@ -158,7 +158,7 @@ def test_what_is_no_index_is_one_line(text, tmp_path):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"model\.safetensors; nor .*index\.json"):
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors, nor .*index\.json"):
         TensorFolder(str(tmp_path))
     names = write_tensors(str(tmp_path), ARRAYS.items(), max_file_bytes=60)
     (tmp_path / names[1]).unlink()

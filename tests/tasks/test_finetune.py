@@ -3,13 +3,14 @@
 import dataclasses
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 import moelib
-from moelib.core.errors import UserError
+from moelib.core.errors import MissingFileError, UserError
 from moelib.data.sources.source import InMemorySource
 from moelib.data.tokens.prepare import prepare
 from moelib.tasks.fine_tuning import FineTuning
@@ -215,6 +216,25 @@ def test_settings_are_checked_before_data_are_prepared(folders, tmp_path, fields
     assert [*tmp_path.iterdir()] == [data]
 
 
+def test_devices_and_weights_are_checked_before_data_are_prepared(folders, tmp_path):
+    data = tmp_path / "chat.jsonl"
+    data.write_text('{"prompt": "a", "completion": "b"}\n')
+    fields = {"chat_template": "plain", "mesh": "fsdp=5"}
+    with pytest.raises(UserError, match="mesh fsdp=5 takes 5 devices, but there are 8"):
+        finetune(settings((folders[0], data), tmp_path / "run", **fields))
+    shutil.copytree(folders[0], tmp_path / "model")
+    (tmp_path / "model/model.safetensors").rename(tmp_path / "model/pytorch_model.bin")
+    with pytest.raises(MissingFileError, match=r"There is no file .*; save the pickled model"):
+        finetune_config(settings((tmp_path / "model", data), tmp_path / "run"))
+    assert not (tmp_path / "run.data").exists()
+
+
+def test_adapters_larger_than_the_model_are_warned_of(folders, tmp_path, caplog):
+    for rank, warns in [(4, False), (5000, True)]:
+        finetune_config(settings(folders, tmp_path / "run", lora_rank=rank))
+        assert ("set lora_rank (--lora_rank) lower" in caplog.text) is warns
+
+
 def test_the_cures_of_bad_conversations_are_flags_of_the_command(folders, tmp_path):
     data, fields = tmp_path / "chat.jsonl", {"chat_template": "plain"}
     lines = '{"prompt": "a", "completion": "b"}\n{"prompt": 3}\n'
@@ -224,7 +244,9 @@ def test_the_cures_of_bad_conversations_are_flags_of_the_command(folders, tmp_pa
         finetune_config(asked)
     finetune_config(dataclasses.replace(asked, skip_bad_lines=True))
     data.write_text('{"prompt": "c", "completion": "d"}\n')
-    with pytest.raises(UserError, match=r"run\.data was made of other .* another trainer_dir"):
+    with pytest.raises(
+        UserError, match=r"run\.data .* different source \(source: --data; .* another tr"
+    ):
         finetune_config(asked)
     data.write_text(json.dumps({"prompt": "a" * 99, "completion": "b"}))
     with pytest.raises(UserError, match=r"1 conversations left out \(.*1\).* length \(--seq_len\)"):

@@ -88,7 +88,8 @@ def _read[T](
 
 def _conversation(record: Mapping[str, Any], side: str) -> Conversation:
     if record.get(side) is None:
-        raise RecordError("no pair", f"it has {sorted(record)!s:.120}, but not {side}")
+        given = sorted(name for name, value in record.items() if value is not None)
+        raise RecordError("no pair", f"it has {given!s:.120}, but not {side}, or it is null")
     if record.get("prompt") is not None:
         given = {"prompt": record["prompt"], "completion": record[side]}
     elif isinstance(record[side], str):
