@@ -138,6 +138,10 @@ class TextServer(Server):
         _check("stop", stop, is_text and len(stop) <= 16, "up to 16 texts, none of them empty")
         is_number = isinstance(choices, int) and not isinstance(choices, bool)
         _check("n", choices, is_number and 1 <= choices <= _MAX_CHOICES, f"1 to {_MAX_CHOICES}")
+        if (other := "prompt" if is_chat else "messages") in body:
+            raise ServeError(
+                f"{other} is a field of {_TEXTS[not is_chat]}; send the request there."
+            )
         prompts = self._chat_prompt(body) if is_chat else self._prompts(taken("prompt", ""))
         settings = self._settings(body, is_chat=is_chat)
         if unknown := sorted(body):
@@ -193,7 +197,8 @@ class TextServer(Server):
             fields["seed"] = secrets.randbelow(1 << 31)
         # OpenAI's completions have 16 tokens by default; a message ends by itself.
         limit = body.pop("max_tokens", self.model.max_length or 1024 if is_chat else 16)
-        _check("max_tokens", limit, type(limit) is int and limit > 0, "an integer of 1 or more")
+        is_number = type(limit) is int and 0 < limit < 1 << 31
+        _check("max_tokens", limit, is_number, f"an integer from 1 to {(1 << 31) - 1}")
         return Settings(max_new_tokens=limit, max_length=self.model.max_length, **fields)
 
     def start(self, call: Call) -> tuple[list[Request], "queue.SimpleQueue[tuple[int, Any]]"]:
@@ -299,7 +304,7 @@ class _Handler(Handler):
         elif path in _TEXTS:
             raise ServeError(f"{path} has no {self.command}; send a POST.", 405)
         else:
-            raise ServeError(f"There is no {path!r:.80} here.", 404)
+            raise ServeError(f"There is no {path!r:.80}, only {', '.join(_PAGES + _TEXTS)}.", 404)
 
     def _model(self) -> dict[str, Any]:
         server = self.server
@@ -314,7 +319,7 @@ class _Handler(Handler):
         if path in _PAGES:
             raise ServeError(f"{path} has no POST; send a GET.", 405)
         if path not in _TEXTS:
-            raise ServeError(f"There is no {path!r:.80} here.", 404)
+            raise ServeError(f"There is no {path!r:.80}, only {', '.join(_PAGES + _TEXTS)}.", 404)
         try:
             content = parse_json(body)
         except ValueError as error:

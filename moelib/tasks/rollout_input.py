@@ -9,6 +9,7 @@ experts per token.
 
 import functools
 import hashlib
+import inspect
 import json
 import logging
 import math
@@ -126,11 +127,28 @@ class RolloutInput(Input):
                 f"{longest + cfg.max_new_tokens - 1} or more."
             )
         self._reward: Reward = trusted_code.resolve(cfg.reward)
+        self._check_reward()
         self._sampler: Sampler | None = maybe_instantiate(cfg.sampler)
         self.tokenizer = self.load_tokenizer(cfg)
         self._stop_ids = read_stop_ids(cfg.path, self.tokenizer)
         self._made: tuple[int, Batch] = (-1, {})  # Number and rows of the newest rollout.
         self.newest: Sequence[Answer] = ()  # Those of the newest rollout.
+
+    def _check_reward(self) -> None:
+        """Raises UserError if the reward does not take its arguments."""
+        columns = {name for prompt in self.prompts for name in prompt["columns"]}
+        names = "prompts", "completions", *sorted(columns)
+        try:
+            signature = inspect.signature(self._reward)
+        except ValueError:  # Of a function in C.
+            return
+        try:
+            signature.bind(**dict.fromkeys(names))
+        except TypeError as error:
+            raise UserError(
+                f"reward={self.config.reward} does not take {', '.join(names)} ({error}); give it "
+                "these parameters, or **columns for those that it does not read."
+            ) from None
 
     @classmethod
     def load_tokenizer(cls, cfg: Any) -> Tokenizer:

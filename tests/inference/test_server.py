@@ -139,6 +139,8 @@ def test_the_model_and_the_page_are_shown(url, client):
         (b'{"prompt": ""}', "The prompt has no tokens"),
         (b'{"prompt": [999]}', "The prompt has id 999"),
         (b'{"prompt": "a", "max_tokens": 0}', "max_tokens is 0"),
+        (b'{"prompt": "a", "max_tokens": 2147483648}', "from 1 to 2147483647"),
+        (b'{"messages": []}', "messages is a field of /v1/chat/completions; send"),
         (b'{"prompt": "\\ud800"}', "prompt is no text of Unicode"),
         (b'{"prompt": "a", "max_tokens": true}', "max_tokens is True"),
         (b'{"prompt": "a", "temperature": "hot"}', "temperature is 'hot'"),

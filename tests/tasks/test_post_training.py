@@ -169,6 +169,10 @@ def nan(prompts, completions, wanted):
     return [math.nan] * len(completions)
 
 
+def narrow(completions):
+    return [0.0] * len(completions)
+
+
 def too_few(prompts, completions, wanted):
     return [0.0]
 
@@ -196,10 +200,11 @@ def test_rows_hold_answers_with_the_advantages_of_their_groups(tmp_path):
 
 def test_damaged_prompts_are_named_and_changed_ones_are_other_data(tmp_path):
     made = rollout_input(tmp_path, reward=f"{__name__}:length")
-    (tmp_path / "prompts.jsonl").write_text('{"ids": [72]}\n')
+    other = json.dumps(PROMPT | {"ids": [72]})
+    (tmp_path / "prompts.jsonl").write_text(other + "\n")
     assert made.config.instantiate().identity != made.identity
     for line in ("{", "3", '{"ids": ["a"]}', "{}"):
-        (tmp_path / "prompts.jsonl").write_text(f'{{"ids": [72]}}\n{line}\n')
+        (tmp_path / "prompts.jsonl").write_text(f"{other}\n{line}\n")
         with pytest.raises(UserError, match=r"prompts\.jsonl:2 is no prompt .* delete the folder"):
             made.config.instantiate()
 
@@ -246,6 +251,7 @@ def test_rewards_that_are_no_numbers_are_refused(tmp_path, name, message):
         ({"seq_len": 3}, "set seq_len to 4 or more"),
         ({"reward": "os:system"}, "standard library"),
         ({"reward": f"{__name__}:absent"}, "absent"),
+        ({"reward": f"{__name__}:narrow"}, "narrow does not take prompts, completions, wanted"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(tmp_path, fields, message):
@@ -273,7 +279,8 @@ def test_pairs_of_no_use_are_named(folder, tmp_path, record, message):
 @pytest.mark.parametrize("objective", ["dpo", "grpo"])
 def test_wrong_records_are_errors_or_skipped_and_counted(folder, tmp_path, capsys, objective):
     given = settings(folder, tmp_path / "run", objective)
-    lines = pathlib.Path(given.data).read_text() + '{"prompt": ""}\n{"prompt": 3}\n{\n'
+    answered = {"prompt": [{"role": role, "content": "a"} for role in ("user", "assistant")]}
+    lines = pathlib.Path(given.data).read_text() + json.dumps(answered) + '\n{"prompt": 3}\n{\n'
     (tmp_path / "mixed.jsonl").write_text(lines)
     given = dataclasses.replace(given, data=str(tmp_path / "mixed.jsonl"))
     first = lines.count("\n") - 2

@@ -23,7 +23,7 @@ class HostInput(SyntheticInput):
 
 class _HostIterator(LMInputIterator):
     def state(self):
-        return {"step": self.step, "input": {**self._input.identity, "rows": str(self._rows)}}
+        return {"step": self.step, "input": {**self.source.identity, "rows": str(self._rows)}}
 
     def restore(self, state):
         check_state(state, self.state()["input"])

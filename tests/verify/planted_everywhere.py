@@ -225,7 +225,7 @@ def batch_that_repeats_its_first_sequence(known, batch, *rest):
 def restored_at_the_start_of_the_epoch(known, self, state):
     """A restore after the first epoch goes to the start of the epoch."""
     known(self, state)
-    per_epoch = self._input.num_batches
+    per_epoch = self.source.num_batches
     if self.step >= per_epoch:
         self.step -= self.step % per_epoch
 

@@ -228,7 +228,7 @@ class LMInputIterator(BatchIterator):
     can_seek = True
 
     def __init__(self, lm_input: LMInput, rows: range) -> None:
-        self._input, self._rows = lm_input, rows
+        self.source, self._rows = lm_input, rows
         self.step = 0  # The next one.
         # Called once, in as many steps as an epoch has; each at its step, so that runs that are
         # resumed often reach all of them too.
@@ -241,7 +241,7 @@ class LMInputIterator(BatchIterator):
 
         Also checks some data of the sources. Raises UserError at damage.
         """
-        lm_input = self._input
+        lm_input = self.source
         if lm_input.config.mode is InputMode.EVALUATE:
             next(lm_input.checks_left(self._rows), lambda: None)()
         elif self._num_checked < len(self._checks):
@@ -257,17 +257,17 @@ class LMInputIterator(BatchIterator):
 
     def state(self) -> State:
         """Returns the next step and the input's identity; the same on every host."""
-        begin = self._input.begin
+        begin = self.source.begin
         extra = {} if begin == Begin() else {"begin": begin._asdict()}
-        return {"step": self.step, "input": self._input.identity, **extra}
+        return {"step": self.step, "input": self.source.identity, **extra}
 
     def restore(self, state: State) -> None:
         """Goes to a saved step, whatever the number of hosts was then.
 
         Raises UserError if the saved input had other batches.
         """
-        check_state(state, self._input.identity)
-        self.step, self._input.begin = state["step"], Begin(**state.get("begin", {}))
+        check_state(state, self.source.identity)
+        self.step, self.source.begin = state["step"], Begin(**state.get("begin", {}))
 
     def follow(self, state: State) -> None:
         """Goes to the batch after those of another input, and each source after what that took.
@@ -275,7 +275,7 @@ class LMInputIterator(BatchIterator):
         A source begins anew if its sequences are others, of another length, packing or order.
         """
         before, step = state.get("input") or {}, state.get("step", 0)
-        if before == self._input.identity:
+        if before == self.source.identity:
             return self.restore(state)
         begin = Begin(**state.get("begin", {}))
         taken = collections.Counter(begin.taken)
@@ -285,7 +285,7 @@ class LMInputIterator(BatchIterator):
             number = (step - begin.step) * before["global_batch_size"]
             for order, count in zip(orders.values(), counts_before(number, weights), strict=True):
                 taken[order] += int(count)
-        self.step, self._input.begin = step, Begin(step, dict(taken))
+        self.step, self.source.begin = step, Begin(step, dict(taken))
         return None
 
     def seek(self, position: int) -> None:

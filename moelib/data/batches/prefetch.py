@@ -144,7 +144,8 @@ class Prefetcher[T](Iterator[T]):
         except Exception as error:
             if isinstance(error, StopIteration):
                 raise
-            position = f"{type(self._batches).__name__}, after {_position(self._read_state)}"
+            source = getattr(self._batches, "source", self._batches)
+            position = f"{type(source).__name__}, after {_position(self._read_state)}"
             if num_retries < 1 or not _is_transient(error) or self._closing.is_set():
                 error.add_note(f"No batch of {position}.")
                 raise

@@ -125,6 +125,8 @@ def read_prompts(
             {"prompt": messages, "completion": "-", "tools": record.get("tools")}
         )
         checked = checked._replace(messages=checked.messages[:-1])
+        if checked.messages[-1]["role"] == "assistant":
+            raise RecordError("no question", "the last message of prompt is an assistant's")
         ids = encoder.prompt(checked)
         if options.max_length is not None and len(ids) > options.max_length:
             raise RecordError(f"longer than {options.max_length} tokens", is_fault=False)
