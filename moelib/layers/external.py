@@ -85,7 +85,8 @@ class ExternalLayer(BaseLayer):
         try:
             self._shapes = jax.eval_shape(self._init, key)
         except TypeError as error:
-            error.add_note(f"{self._title()}: init must return a tree of arrays only.")
+            if "valid JAX type" in str(error):
+                error.add_note(f"{self._title()}: init must return a tree of arrays only.")
             raise
         self._specs = self._specs_of(self._shapes)
         self._use_specs: Any = None  # Shardings of the parameters where they are used.

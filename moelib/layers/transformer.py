@@ -17,6 +17,7 @@ from moelib.core.config_types import PositiveFloat, PositiveInt
 from moelib.core.context import remat_in_context, scan_in_context
 from moelib.core.errors import UserError
 from moelib.core.module import in_context
+from moelib.core.tree import array_text
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.base import BaseLayer
 from moelib.layers.carry import carrying, initial_carry, put_back
@@ -104,10 +105,10 @@ class TransformerLayer(BaseLayer):
         if self.config.self_attention is not None:
             y = self._normalized("attention_norm", x)
             y = self.self_attention(y, positions=positions, segment_ids=segment_ids)
-            x = constrain(x + self._to_residual("attention_output_norm", y), stream)
+            x = constrain(x + self._to_residual("attention", x, y), stream)
         if self.config.feed_forward is not None:
             y = self.feed_forward(self._normalized("feed_forward_norm", x), mask)
-            x = constrain(x + self._to_residual("feed_forward_output_norm", y), stream)
+            x = constrain(x + self._to_residual("feed_forward", x, y), stream)
         trace(self, HIDDEN, lambda: x)
         return x
 
@@ -115,9 +116,15 @@ class TransformerLayer(BaseLayer):
         """Returns the output of a norm, or x if the layer has none of this name."""
         return self.children[norm](x) if norm in self.children else x
 
-    def _to_residual(self, norm: str, y: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+    def _to_residual(self, part: str, x: Float[Array, "B S D"], y: Any) -> Float[Array, "B S D"]:
         """Returns what the output of attention or of the feed-forward layer adds to the stream."""
-        y, scale = self._normalized(norm, y), self.config.residual_scale
+        if getattr(y, "shape", None) != x.shape:  # Another shape may broadcast.
+            layer = self.self_attention if part == "attention" else self.feed_forward
+            raise UserError(
+                f"{layer._title()} returned {array_text(y)}; return an array of the shape "
+                f"{list(x.shape)} of its input."
+            )
+        y, scale = self._normalized(f"{part}_output_norm", y), self.config.residual_scale
         return y if scale is None else y * scale
 
 

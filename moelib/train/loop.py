@@ -351,13 +351,13 @@ class TrainLoop(Run):
             for watcher in self._watchers:
                 with contextlib.suppress(_WorkStopped), named_in_errors(watcher):
                     watcher.before_save(step)
-            self._evaluations.check_best_metric(summaries)
         begin = time.perf_counter()
         with self._throughput.spent_on("checkpoint"):
             self._trainer.save_checkpoint(summaries, local=local)
         self._blocking_seconds = time.perf_counter() - begin
         if not local:
             self._saved_step, self._skipped_save = step, False
+            self._evaluations.check_best_metric(summaries)
         self._kept = self._reached
 
     def _end(self) -> None:

@@ -408,7 +408,15 @@ class SpmdTrainer(StepProgram):
             begin = time.perf_counter()
             self._compiled = self.compile_train_step(batch)
             logger.info("Compiled the training step in %.1f s.", time.perf_counter() - begin)
-        self._state, metrics = self._compiled(self.trainer_state, batch)
+        try:
+            self._state, metrics = self._compiled(self.trainer_state, batch)
+        except TypeError as error:  # JAX counts what a leaked tracer adds to the inputs.
+            if "compiled for" in str(error):
+                error.add_note(
+                    "A layer, loss or optimizer keeps a value of an earlier trace (a leaked "
+                    "tracer); JAX_CHECK_TRACER_LEAKS=1 in the environment finds it."
+                )
+            raise
         self.input_state = input_state
         self.step += 1
         return metrics

@@ -1,6 +1,7 @@
 """Transformer layers and stacks: loop, scan and remat are one function; costs; errors."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from moelib.core.config import UnknownFieldError, config_class, config_for_function
+from moelib.core.errors import UserError
 from moelib.core.module import functional
 from moelib.core.param import is_spec
 from moelib.layers.base import BaseLayer
@@ -37,6 +39,33 @@ class Noise(BaseLayer):
     def forward(self, x, mask=None):
         del mask
         return 0.1 * jax.random.normal(self.prng_key, x.shape, x.dtype)
+
+
+class Odd(Noise):
+    """A feed-forward layer whose output is no residual."""
+
+    @config_class
+    class Config(Noise.Config):
+        result: str = ""
+
+    def forward(self, x, mask=None) -> Any:
+        results = {"broadcast": x[..., :1], "narrow": x[..., :3], "dict": {"y": x}, "None": None}
+        return results[self.config.result]
+
+
+@pytest.mark.parametrize(
+    ("result", "given"),
+    [
+        ("broadcast", r"float32\[2, 6, 1\]"),
+        ("narrow", r"float32\[2, 6, 3\]"),
+        ("dict", "{"),
+        ("None", "N"),
+    ],
+)
+def test_an_output_that_is_no_residual_names_the_layer(result, given):
+    made = build(tiny.transformer_layer(Odd.default_config().set(result=result)).set(input_dim=D))
+    with pytest.raises(UserError, match=rf"feed_forward returned {given}.* shape \[2, 6, {D}\]"):
+        call(made, initial(made), X, positions=POSITIONS)
 
 
 def layers(dispatcher=None):

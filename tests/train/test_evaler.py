@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 
+from moelib.checkpoint.contents import list_checkpoints
 from moelib.core.module import functional
 from moelib.data.batches.input import PADDING_LABEL
 from moelib.data.batches.lm_input import InputMode, LMInput
@@ -14,6 +15,7 @@ from moelib.data.batches.mixture import Mixture
 from moelib.data.batches.packing import Packing
 from moelib.data.batches.synthetic import SyntheticTokens
 from moelib.data.tokens.token_store import TokenStore
+from moelib.runs.folder import RunFolder
 from moelib.train.evaler import SpmdEvaler
 from tests import tiny
 
@@ -77,6 +79,8 @@ def test_best_metric_that_no_evaluation_has_is_refused(tmp_path):
     cfg.checkpointer.set(best_metric="val/perplexty", keep_best_n=1)
     with pytest.raises(ValueError, match=r"best_metric.*'val/perplexty'.*'val/perp"):
         cfg.instantiate(parent=None).run()
+    # What was trained is not lost.
+    assert list_checkpoints(RunFolder(cfg.dir).checkpoints).keys() == {1}
 
 
 def test_best_checkpoint_is_kept(tmp_path):

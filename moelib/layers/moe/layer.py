@@ -29,7 +29,7 @@ from moelib.layers.moe.experts import FeedForwardExperts
 from moelib.layers.moe.metrics import routing_metrics
 from moelib.layers.moe.placement import place
 from moelib.layers.moe.recording import record_routing
-from moelib.layers.moe.router import Router, Routing
+from moelib.layers.moe.router import Router, Routing, check_routing
 from moelib.layers.tracing import (
     EXPERT_IDS,
     EXPERT_WEIGHTS,
@@ -119,7 +119,7 @@ class MoELayer(BaseLayer):
         """Returns the layer's output; 0 from routed experts where the mask is False."""
         if mask is None:
             mask = jnp.ones(x.shape[:2], bool)
-        routing: Routing = self.router(x, mask)
+        routing = check_routing(self.router._title(), self.router(x, mask), x)
         is_latent = self.config.latent_dim is not None
         inputs = self.latent_down(x) if is_latent else x
         y, num_dropped = self._routed(self.parameters["experts"], inputs, routing)

@@ -4,12 +4,13 @@ Shapes: B batch, S sequence, E experts, K experts per token.
 """
 
 import enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from moelib.core import tree
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.errors import UserError
 from moelib.core.metrics import weighted
@@ -33,6 +34,21 @@ class Routing(NamedTuple):
     probs: Float[Array, "B S E"]
     logits: Float[Array, "B S E"]  # The router's raw outputs.
     mask: Bool[Array, "B S"]  # False for padding, which goes to no expert.
+
+
+def check_routing(name: str, routing: Any, x: Float[Array, "B S D"]) -> Routing:
+    """Returns what the router `name` gives for `x`. Raises UserError if it is no `Routing`."""
+    if not isinstance(routing, Routing):
+        raise UserError(f"{name} returned {type(routing).__name__}; return a Routing.")
+    tokens = x.shape[:2]
+    ids = (*tokens, *jnp.shape(routing.expert_ids)[2:3])
+    for field, shape in {"expert_ids": ids, "weights": ids, "mask": tokens}.items():
+        if getattr(given := getattr(routing, field), "shape", None) != shape:
+            text = tree.array_text(given)
+            raise UserError(f"{name} returned {field}={text}; return the shape {list(shape)}.")
+    if len(ids) < 3:
+        raise UserError(f"{name} returned expert_ids of the shape {list(ids)}; return [B, S, K].")
+    return routing
 
 
 class Score(enum.Enum):

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from moelib.core.config import config_class
+from moelib.core.errors import UserError
 from moelib.layers.activation import Activation
 from moelib.layers.base import BaseLayer
 from moelib.layers.feed_forward import FeedForward
@@ -40,6 +42,32 @@ def layer(**fields):
         router_z_loss=RouterZLoss.default_config().set(weight=0.25),
     )
     return build(cfg, **fields)
+
+
+class OddRouter(Router):
+    """A router that returns what no layer can use."""
+
+    @config_class
+    class Config(Router.Config):
+        field: str = ""
+
+    def forward(self, x, mask) -> Any:
+        found, field = super().forward(x, mask), self.config.field
+        return found._replace(**{field: getattr(found, field)[..., :1]}) if field else (*found,)
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("", "router returned tuple; return a Routing"),
+        ("weights", r"router returned weights=float32\[8, 6, 1\]; return the shape \[8, 6, 2\]"),
+        ("mask", r"router returned mask=bool\[8, 1\]; return the shape \[8, 6\]"),
+    ],
+)
+def test_a_routing_of_another_shape_names_the_router(field, message):
+    made = layer(router=OddRouter.default_config().set(field=field))
+    with pytest.raises(UserError, match=message):
+        call(made, initial(made), X, MASK)
 
 
 LAYER = layer()
