@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from moelib.core import config_text, trusted_code
 from moelib.core.config import ConfigBase, config_origin, get_named_trainer_config
 from moelib.core.config_modifier import apply_mesh_rule
+from moelib.core.config_types import check_parameters
 from moelib.core.errors import UsageError, UserError, refuse_single_strings
 from moelib.core.module_names import find_module
 from moelib.runs import phases
@@ -326,7 +327,12 @@ def load_config(
         raise UsageError(
             "--module and --config are required; `moelib config --module=M` lists the configs of M."
         )
-    cfg = get_named_trainer_config(name, config_module=import_module(module))()
+    function = get_named_trainer_config(name, config_module=import_module(module))
+    try:
+        check_parameters(f"--config={name}: its function in {module}", function)
+    except UserError as error:
+        raise UsageError(str(error)) from None
+    cfg = function()
     if not isinstance(cfg, ConfigBase) or "max_step" not in cfg:
         raise UsageError(
             f"--config={name}: its function in {module} returned {cfg!r:.80}; return a trainer's "

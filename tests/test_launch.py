@@ -145,6 +145,11 @@ def test_settings_that_are_no_list_are_refused():
         ("a_list", "[Job.default_config]", "a_list has no .*dict of functions"),
         ("a_config", "{'small': Job.default_config()}", "a_config.*Job.Config.* as 'small'"),
         ("a_model", "{'small': RMSNorm.default_config}", "--config=small: .*RMSNorm"),
+        (
+            "an_argument",
+            "{'small': lambda x: x}",
+            r"--config=small: .*\(x\).*take \(\)",
+        ),
     ],
 )
 def test_what_is_no_named_config_of_a_trainer_is_refused(folder, module, configs, message):

@@ -246,6 +246,9 @@ def find_checkpoints(
         return {step: found[step]}
     wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
     there = f"there are steps {', '.join(map(str, found))}." if found else "the folder has none."
+    run = os.path.dirname(os.path.abspath(directory))
+    if not found and not storage.is_remote(directory) and not os.path.isdir(run):
+        there = f"there is no folder {run}."
     lost = [os.path.basename(path) for path in contents.list_lost(directory)]
     if step is not None:
         lost = [name for name in lost if name == os.path.basename(contents.step_path("", step))]

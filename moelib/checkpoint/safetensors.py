@@ -108,7 +108,7 @@ class TensorFolder:
             file = safetensors.safe_open(path, framework="np")
         except Exception as error:  # The library's own class, or OSError.
             raise DamagedTensorsError(
-                f"{path} is not a complete safetensors file: {error}"
+                f"{path} is not a complete safetensors file ({error}); copy it again."
             ) from error
         self._files[name] = file
         for key in file.keys():  # noqa: SIM118, it is not a dict.

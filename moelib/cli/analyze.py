@@ -120,6 +120,8 @@ def routing(flags: Flags, folders: Sequence[str]) -> list[str]:
     as_mesh(flags.mesh)  # Raises if it is wrong, although no log may be missing.
     checkpoints = _checkpoints(run)
     if not checkpoints and not list_data(run):
+        if not storage.is_remote(run) and not os.path.isdir(run):
+            raise UsageError(f"--trainer_dir={run}: there is no such folder; name a run.")
         raise UsageError(
             f"--trainer_dir={run}: there is neither a checkpoint nor a routing log; name a run "
             "that has saved one."

@@ -72,7 +72,10 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
             except UserError as error:
                 print(f"error: {error}", file=sys.stderr)
             except OSError as error:  # Such as that of a folder that is missing.
-                print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+                if isinstance(error, BrokenPipeError):
+                    raise
+                text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+                print(f"error: {text}", file=sys.stderr)
             except KeyboardInterrupt:
                 print()
 

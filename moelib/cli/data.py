@@ -54,10 +54,12 @@ def show(flags: Flags, cfg: Any, first: int, stop: int) -> str:
     from moelib.data.batches.describe import batch_of_step, describe_batch
     from moelib.data.batches.input import load_tokenizer
     from moelib.data.tokens.tokenizer import NoTokenizerError
+    from moelib.launch import check_data_dir
     from moelib.train.settings import check_config, completed
 
     cfg = cfg.clone(dir=flags.trainer_dir or cfg.dir or "unused")
     check_config(cfg)
+    check_data_dir(cfg)
     ranges = _skipped(cfg, flags.trainer_dir)
     lm_input = completed(cfg).input
     opened: Any = lm_input.instantiate()

@@ -34,4 +34,5 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     if flags.reward is not None:
         trusted_code.allow_folder(os.getcwd())
     result = finetune(flags)
-    print(f"Step {result.step}; loss {result.metrics.get('loss', float('nan')):.4f}.")
+    loss = f"; loss {result.metrics['loss']:.4f}" if "loss" in result.metrics else ""
+    print(f"Step {result.step}{loss}.")

@@ -41,7 +41,8 @@ class ModelFlags(DeviceFlags):
     def folder(self) -> str:
         """The folder of the model."""
         if bool(self.trainer_dir) == bool(self.hf_dir):
-            raise UsageError("set --trainer_dir or --hf_dir to the folder of a model.")
+            only = "only one of " if self.trainer_dir else ""
+            raise UsageError(f"set {only}--trainer_dir or --hf_dir to the folder of a model.")
         return self.trainer_dir or self.hf_dir or ""
 
     def load(self) -> Any:

@@ -29,7 +29,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     """Writes the page."""
     no_arguments(arguments, Flags)
     if bool(flags.text) == bool(flags.text_file):
-        raise UsageError("set --text or --text_file.")
+        raise UsageError(f"set {'only one of ' if flags.text else ''}--text or --text_file.")
     text = flags.text or _read(flags.text_file or "")
     if os.path.exists(flags.output):
         raise UsageError(f"--output {flags.output} exists; remove it, or set another file.")

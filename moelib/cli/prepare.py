@@ -127,8 +127,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
 def _chat_options(flags: Flags, tokenizer: Any, source: Any) -> Any:
     """Returns the settings of conversations. Raises UsageError without a template."""
     from moelib.data.tokens.chat.labels import chat_options
-    from moelib.data.tokens.chat.template import find_template
-    from moelib.inference.conversation import ChatFormat
+    from moelib.data.tokens.chat.template import find_template, warn_of_long_end
 
     path = flags.tokenizer or ""
     folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
@@ -138,7 +137,7 @@ def _chat_options(flags: Flags, tokenizer: Any, source: Any) -> Any:
             f"--format=chat: {folder} has no chat template; set --chat_template to chatml, llama3, "
             "plain or a file of Jinja."
         )
-    ChatFormat(template, tokenizer).warn_of_long_end()
+    warn_of_long_end(template, tokenizer)
     long = "leave_out" if flags.leave_out_long else "cut"
     return chat_options(template, source, max_length=flags.seq_len, long=long)
 

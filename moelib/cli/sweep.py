@@ -110,6 +110,9 @@ def trials(sets: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
     choices = [[(path, value) for value in _values(path, text)] for path, text in map(_split, sets)]
     paths = [each[0][0] for each in choices]
     varied = [path for path, each in zip(paths, choices, strict=True) if len(each) > 1]
+    for path, value in itertools.chain.from_iterable(choices):
+        if not value:
+            raise UsageError(f"--set={path}=: a value is empty; write it, or remove the comma.")
     for path in varied:
         if paths.count(path) > 1:
             raise UsageError(f"--set={path}=...: it is set twice; give all its values at once.")

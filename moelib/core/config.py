@@ -305,7 +305,7 @@ class ConfigBase:
     def __setattr__(self, name: str, value: Any) -> None:
         where = f"{self._path}: " if self._path else ""
         if name not in self._fields:
-            near = did_you_mean(name, self._fields)
+            near = config_text.near(self, name)
             raise UnknownFieldError(f"{where}{self._title()} has no field {name!r}; {near}")
         if self._frozen:
             raise FrozenConfigError(

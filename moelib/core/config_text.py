@@ -122,11 +122,21 @@ def child_at(value: Any, key: Key, parents: Sequence[Key]) -> Any:
         return inside[key]
     where = join_path(parents) or "the config"
     if not inside:
-        raise UnknownFieldError(f"{where} is {value!r}: it has nothing inside; no {key!r} there.")
-    near = did_you_mean(str(key), map(str, inside))
-    if deeper := _deeper(value, str(key), parents):
-        near = f"did you mean {' or '.join(map(repr, deeper))}?"
-    raise UnknownFieldError(f"{where} has no {key!r}; {near}")
+        whole = f"; set the whole: {where}={{{str(key)!r}: ...}}" if isinstance(value, dict) else ""
+        raise UnknownFieldError(
+            f"{where} is {value!r}: it has nothing inside; no {key!r} there{whole}."
+        )
+    raise UnknownFieldError(f"{where} has no {key!r}; {near(value, str(key), parents)}")
+
+
+def near(value: Any, name: str, parents: Sequence[Key] = ()) -> str:
+    """Returns the end of an error about an unknown name: the paths or names like it."""
+    if deeper := _deeper(value, name, parents):
+        return f"did you mean {' or '.join(map(repr, deeper))}?"
+    return did_you_mean(name, (str(key) for key, _ in children(value)))
+
+
+_LONG_NAMES = {"lr": "learning_rate"}  # Of fields that other tools abbreviate.
 
 
 def _deeper(value: Any, name: str, parents: Sequence[Key]) -> list[str]:
@@ -138,7 +148,7 @@ def _deeper(value: Any, name: str, parents: Sequence[Key]) -> list[str]:
 
     def walk(value: Any, keys: list[Key]) -> None:
         for key, child in children(value):
-            if key == name or str(key).endswith(f"_{name}"):
+            if key in (name, _LONG_NAMES.get(name)) or str(key).endswith(f"_{name}"):
                 found.append((key != name, len(keys), join_path([*keys, key])))
             walk(child, [*keys, key])
 

@@ -325,6 +325,37 @@ def named_values(annotation: Any) -> dict[str, Any]:
     return {}
 
 
+def check_parameters(name: str, function: Callable[..., Any], *given: str, **named: Any) -> None:
+    """Raises UserError if a function does not take what it is called with.
+
+    Args:
+        name: Its name in messages.
+        function: The function.
+        *given: Names of its positional arguments.
+        **named: Its arguments by name, whose values are not read.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # Of a function in C.
+        return
+    try:
+        signature.bind(*given, **named)
+    except TypeError as error:
+        wanted, has = (", ".join(names) for names in ((*given, *named), signature.parameters))
+        raise UserError(
+            f"{name} has the parameters ({has:.80}): {error}; make it take ({wanted})."
+        ) from None
+
+
+def refuse_unknown(function: str, given: Iterable[str], allowed: Iterable[str]) -> None:
+    """Raises UserError if an argument is none of a function's."""
+    allowed = list(allowed)
+    for name in given:
+        if name not in allowed:
+            near = did_you_mean(name, allowed)
+            raise UserError(f"{function} has no argument {name!r}; {near}")
+
+
 def advice(annotation: Any, text: str | None = None) -> str:
     """Returns the end of an error message: the values that an annotation names, if it does.
 
@@ -337,7 +368,15 @@ def advice(annotation: Any, text: str | None = None) -> str:
             owner = f"{option.__name__}." if is_member else ""
             found = ("False", "True") if option is bool else named_values(option)
             names += [f"{owner}{name}" for name in found]
+    if not names and text is not None and any(map(_is_built, options(annotation))):
+        return "; name a class or function as module:name, such as moelib.learner.optimizers:lion."
     return f"; {did_you_mean(text or '', names)}" if names else "."
+
+
+def _is_built(annotation: Any) -> bool:
+    """Returns whether an annotation is of configs that build something."""
+    kind = typing.get_origin(annotation) or annotation
+    return is_config_class(kind) or getattr(kind, "__name__", "") == "InstantiableConfig"
 
 
 def is_secret(annotation: Any) -> bool:

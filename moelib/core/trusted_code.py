@@ -97,7 +97,10 @@ def resolve(text: str, names: Mapping[str, Any] | None = None) -> Any:
         raise UserError(f"{error} {moved}") from error
     if not dtype and not _may_use(value):
         if not callable(value):
-            raise UserError(f"{text!r} is {value!r:.80}; name a class or a function.")
+            raise UntrustedNameError(
+                f"a config file may not name {text!r} of type {type(value).__name__}; name a class "
+                "or a function."
+            )
         raise UntrustedNameError(
             f"a config file may not name {text!r}: only components, not all code of {module!r}. If "
             "you trust it, list the module that defines it in CONFIG_MODULES of your --module."

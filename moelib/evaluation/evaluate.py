@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+import inspect
 import os
 from collections.abc import Sequence
 from typing import Any, overload
 
 import jax
 
+from moelib.core.config_types import refuse_unknown
 from moelib.core.errors import ExistingFileError, UserError, refuse_single_strings
 from moelib.core.metrics import Scalars
 from moelib.evaluation import report
@@ -72,6 +74,7 @@ def evaluate(
     """
     if isinstance(model, Task.Config):
         return evaluate_task(model, tasks, **settings)
+    refuse_unknown("evaluate", settings, inspect.signature(evaluate_model).parameters)
     return evaluate_model(model, tasks, **settings)
 
 

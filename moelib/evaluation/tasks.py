@@ -148,6 +148,7 @@ def read_questions(path: str, question: Callable[[Line], Question]) -> list[Ques
             questions.append(read)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
+            reason = reason.replace("is not in list", "(its answer) is the label of no choice")
             raise UserError(
                 f"{location}: {reason}; use the benchmark's own file, with answers."
             ) from error

@@ -323,9 +323,21 @@ def _rounded(key: str, values: np.ndarray, dtype: Any) -> np.ndarray:
     return rounded
 
 
+def hint_of_hub(folder: str) -> str:
+    """Returns how to fetch a model, if an absent folder has a name such as those of the Hub."""
+    if os.path.exists(os.path.dirname(folder)) or not re.fullmatch(r"[\w.-]+/[\w.-]+", folder):
+        return ""
+    return (
+        " Nothing is downloaded: fetch a model of the Hub first, such as by "
+        f"`hf download {folder} --local-dir=model`."
+    )
+
+
 def read_settings(folder: str) -> dict[str, Any]:
     """Returns the content of a folder's config.json. Raises UserError if it cannot be read."""
     path = os.path.join(folder, CONFIG_FILE)
     if not os.path.exists(path):
-        raise UserError(f"{path} does not exist; pass the folder of a Hugging Face model.")
+        raise UserError(
+            f"{path} does not exist; pass the folder of a Hugging Face model.{hint_of_hub(folder)}"
+        )
     return read_json(path)

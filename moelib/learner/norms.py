@@ -43,7 +43,11 @@ def group_paths(
             groups.setdefault(name, []).append(path)
         return {name: groups[name] for name in (*patterns, OTHER) if name in groups}
     for pattern in patterns:
-        found = {path: match for path in paths if (match := re.fullmatch(pattern, path))}
+        try:
+            regex = re.compile(pattern)
+        except re.error as error:
+            raise UserError(f"{field}: {pattern!r} is no regular expression ({error}).") from None
+        found = {path: match for path in paths if (match := regex.fullmatch(path))}
         if not found:
             raise UserError(
                 f"{field}: the regex {pattern!r} matches no parameter that is updated; "

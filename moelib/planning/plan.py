@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import numbers
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -285,8 +286,8 @@ def plan(
     if not isinstance(trainer_config, ConfigBase):
         raise UserError(f"trainer_config is {trainer_config!r}; pass the config of a trainer.")
     for argument, value in (("tokens", tokens), ("budget", budget)):
-        if value is not None and not 0 < value < math.inf:
-            raise UserError(f"{argument}={value:g}: set it above 0.")
+        if value is not None and not (isinstance(value, numbers.Real) and 0 < value < math.inf):
+            raise UserError(f"{argument}={value!r}: set it to a number above 0.")
     if budget is not None and tokens is None:
         raise UserError(f"budget={budget:g} is for a whole run: set tokens to its length.")
     if current_mesh and mesh is not None:

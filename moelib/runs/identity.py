@@ -276,10 +276,12 @@ def _refuse(folder: RunFolder, changes: Sequence[Change], accepted: Sequence[str
     if numbers := [change for change in refused if change.effect in _OF_NUMBERS]:
         path, was, now, effect = numbers[0]
         more = f" ({len(numbers) - 1} more lines differ)" if len(numbers) > 1 else ""
+        of_model = any(change.path.startswith("model.") for change in numbers)
+        end = ", if its arrays have the same shapes" if of_model else ""
         raise TrainerDirConflictError(
             f"{folder.path} belongs to another run: {path} is {was} there, and {now} in this "
             f"config{more}; choose another directory, set it back to resume that run, or pass "
-            f"{_accepting(effect)} to continue it with this config."
+            f"{_accepting(effect)} to continue it with this config{end}."
         )
     for path, was, now, effect in refused:
         raise TrainerDirConflictError(

@@ -139,10 +139,8 @@ def load_model(
     cfg, record = _read_config(folder, step, skip_checksums=skip_checksums)
     run = cfg is not None
     if not run and not storage.is_remote(folder) and not os.path.isdir(folder):
-        raise UserError(
-            f"There is no folder {folder!r} (in {os.getcwd()}). Nothing is downloaded: fetch a "
-            f"model of the Hub first, such as by `hf download {folder} --local-dir=model`."
-        )
+        hint = pretrained.hint_of_hub(folder) or " Name another."
+        raise UserError(f"There is no folder {folder!r} (in {os.getcwd()}).{hint}")
     if not run and not storage.exists(os.path.join(folder, pretrained.CONFIG_FILE)):
         raise UserError(
             f"{folder} holds no model: it has neither the {CONFIG_FILE} of a run nor the "

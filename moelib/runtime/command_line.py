@@ -138,7 +138,7 @@ def parse_flags[T](cls: type[T], arguments: Sequence[str]) -> tuple[T, list[str]
         near = " or ".join(f"'--{each}'" for each in similar_names(name, names))
         advice = f"did you mean {near}?" if near else "--help shows all flags."
         if "set" in names:
-            advice += f" A field of the config is set by --set, such as --set={name}=..."
+            advice = f"if it is a field of the config, --set={name}=... tells its path; or {advice}"
         raise UsageError(f"unknown flag '--{name}'; {advice}") from None
     except absl_flags.Error as error:
         text = re.sub("invalid literal .*|could not convert .*", "write a number.", str(error))
@@ -227,6 +227,11 @@ def run_command[T](
     except BrokenPipeError:  # The reader of the output, such as `head`, has closed it.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
         return 128 + signal.SIGPIPE  # As of a program that the signal ends: it has not finished.
+    except KeyboardInterrupt:
+        if TRACEBACK in arguments:
+            raise
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     except (UserError, OSError) as error:
         if TRACEBACK in arguments or not (line := one_line(error)):
             raise

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from moelib.core.errors import UsageError, UserError
+from moelib.runtime import platforms
 from moelib.runtime.cluster import Cluster, find_cluster, gpus_of_process
 from moelib.runtime.lost_process import ended_with_others
 from moelib.runtime.processes import gather_json
@@ -78,6 +79,8 @@ def check_job() -> None:
 
     Logs a warning if the clocks of their hosts differ, by which logs of hosts are compared.
     """
+    setting = jax.config.jax_platforms
+    platforms.check_devices("JAX's platform" if setting is None else f"JAX_PLATFORMS={setting}")
     if jax.process_count() == 1:
         return
     if not jax.distributed.is_initialized():  # Processes of a TPU slice compute without it.

@@ -302,7 +302,9 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{path} is not a JSON object ({reason}); fix or remove it.") from error
+        raise UserError(
+            f"{path} is not a JSON object ({reason}); correct or restore it."
+        ) from error
 
 
 def copy_file(source: str, target: str) -> None:

@@ -43,7 +43,11 @@ class EvaluationData:
     @functools.cached_property
     def input(self) -> Input:
         """The input, opened on first use, which all processes must do together."""
-        opened = agreed(self._config.instantiate)
+        try:
+            opened = agreed(self._config.instantiate)
+        except UserError as error:
+            error.add_note(f"The input is {self._name}.")
+            raise
         check_inputs(self._name, opened)
         return opened
 

@@ -2,13 +2,19 @@
 
 import ast
 import functools
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 
-from moelib.checkpoint.contents import CheckpointRecord, best_step, step_path
+from moelib.checkpoint.contents import (
+    CheckpointNotFoundError,
+    CheckpointRecord,
+    best_step,
+    step_path,
+)
 from moelib.checkpoint.restore import (
     find_checkpoints,
     on_all_processes,
@@ -109,6 +115,7 @@ class InitFrom(Configurable):
             raise UserError(
                 f"init_from.{name} is for parameters only; set init_from.state='params'."
             )
+        on_all_processes(lambda: _check_folder(cfg.run, folder), folder)
         checkpoints = RunFolder(folder).checkpoints
         if not storage.exists(checkpoints) and storage.exists(f"{folder}/{pretrained.CONFIG_FILE}"):
             if at or cfg.rules or cfg.state != "params" or cfg.upcycle is not None:
@@ -211,7 +218,10 @@ def sources(
             names[name] = path
     kept = {path: rule for path in here for rule, p in of_here if p.fullmatch(path)}
     if unused := [rule for rule in rules if rule not in used | set(kept.values())]:
-        raise UserError(f"init_from.rules has {unused[0]!r}, which matches no parameter.")
+        names_of_both = did_you_mean(unused[0].partition("->")[0].strip(), there)
+        raise UserError(
+            f"init_from.rules has {unused[0]!r}, which matches no parameter; {names_of_both}"
+        )
     if extra := [name for name in names if name not in here or name in kept]:
         nearest = did_you_mean(extra[0], set(here) - {extra[0]})
         raise UserError(
@@ -295,3 +305,11 @@ def _best(checkpoints: str, newest: int) -> int:
             f"{metric}; set @STEP instead of @best."
         )
     return best
+
+
+def _check_folder(name: str, folder: str) -> None:
+    if not storage.is_remote(folder) and not os.path.isdir(folder):
+        hint = pretrained.hint_of_hub(name) or " Name a run, or a Hugging Face model."
+        raise CheckpointNotFoundError(
+            f"init_from.run (--init_from) is {name!r}: there is no folder {folder}.{hint}"
+        )

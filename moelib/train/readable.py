@@ -55,6 +55,11 @@ def check_readable(cfg: Any, specs: tree.Nested) -> None:
 def _check_name(path: str, name: str, value: Any) -> None:
     """Raises UserError if another process does not find a value of a config by its name."""
     module = name.partition(":")[0]
+    if "<" in name and module.partition(".")[0] == "optax":
+        raise UserError(
+            f"{path} is {config_types.cut(name)}, which has no text; set a config, such as "
+            "config_for_function(optax.adam).set(learning_rate=1e-3)."
+        )
     if module == "__main__" or "<" in name:
         raise UserError(
             f"{path} is {config_types.cut(name)}, which no later process can import: put it into "

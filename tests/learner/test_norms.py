@@ -6,6 +6,7 @@ import optax
 import pytest
 
 from moelib.core import tree
+from moelib.core.errors import UserError
 from moelib.learner import optimizers
 from moelib.learner.learner import Learner, UpdateType
 from moelib.learner.norms import group_paths, norms_of
@@ -64,6 +65,11 @@ def test_named_groups_take_the_first_match_and_the_rest_is_other():
         "other": ["layer/scale"],
     }
     check(metrics, groups, gradients, PARAMS, after)
+
+
+def test_a_regex_that_is_none_is_named():
+    with pytest.raises(UserError, match=r"norms_of: '\(' is no regular expression"):
+        group_paths(UPDATED, ["("], "norms_of")
 
 
 def test_there_is_no_other_group_if_every_parameter_has_a_name():

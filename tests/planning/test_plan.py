@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -49,6 +50,13 @@ def test_meshes_whose_axes_share_a_side_of_the_torus_are_named():
     cfg = found.rows[0].candidate.apply(tiny_moe.config()).set(dir="unused")
     trainer = cfg.instantiate(parent=None, devices=topology("v6e:4x4").devices)
     assert "4 = expert 2 x model 2" in trainer.describe()
+
+
+def test_tokens_are_a_number_and_rows_short():
+    with pytest.raises(UserError, match="tokens='1e9': set it to a number above 0"):
+        plan(tiny_moe.config(), "v6e:2x2", tokens="1e9")
+    (row,) = plan(tiny_moe.config(), "v6e:2x2", current_mesh=True).rows
+    assert re.fullmatch(r"Estimate\(v6e:2x2, .* GiB, .* s\)", repr(row))
 
 
 def test_a_budget_excludes_meshes_that_cost_more():

@@ -11,6 +11,7 @@ from moelib.core.errors import UsageError
 from moelib.launch import DeviceFlags
 from moelib.runtime import memory_maps
 from moelib.runtime.accelerators import ACCELERATORS, peak_flops_per_second
+from moelib.runtime.distributed import check_job
 from moelib.runtime.platforms import check_backend, has_tpu, use_most_gpu_memory
 
 
@@ -44,6 +45,8 @@ def test_a_platform_of_the_environment_that_is_absent_is_named(monkeypatch):
     monkeypatch.setattr(jax, "devices", devices)
     with pytest.raises(UsageError, match="JAX_PLATFORMS=cuda: no such device"):
         DeviceFlags().set_up()
+    with pytest.raises(UsageError, match=r"JAX_PLATFORMS=.*: no such device"):
+        check_job()  # As `moelib.fit` calls it.
 
 
 def test_settings_of_a_cloud_show_a_tpu(monkeypatch):

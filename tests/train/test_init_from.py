@@ -127,7 +127,7 @@ def test_renamed_parameters(other, tmp_path):
     ("at", "fields", "dim", "error", "message"),
     [
         ("@5", {}, 16, CheckpointNotFoundError, "step 5; there are steps 2, 4"),
-        ("/none", {}, 16, CheckpointNotFoundError, "no checkpoint"),
+        ("/none", {}, 16, CheckpointNotFoundError, r"\(--init_from\) is .*there is no folder"),
         ("", {"rules": ["a ->"], "state": "all"}, 16, UserError, r"init_from\.rules"),
         ("", {}, 8, UserError, r"'head' is \[16, 32\] in .*, and \[8, 32\] in"),
         ("", {"state": "all"}, 8, CheckpointMismatchError, "model/head"),

@@ -48,8 +48,9 @@ class Mixture(Configurable):
         for name, count in zip(self.names, self.counts.tolist(), strict=True):
             if not count:
                 raise UserError(
-                    f"weights[{name!r}]={cfg.weights[name]}: less than one sequence in {PERIOD}; "
-                    "set it larger, or remove the source."
+                    f"weights[{name!r}]={cfg.weights[name]} of {weights.sum():g} in all is less "
+                    f"than one sequence in {PERIOD}; set it larger or the others smaller, or "
+                    "remove the source."
                 )
         self.pattern = spread_pattern(self.counts)
         self._rank = np.empty(PERIOD, np.int64)  # Number of each sequence within its source.

@@ -261,8 +261,8 @@ def read_text(path: str) -> str:
             return file.read()
     except FileNotFoundError:
         raise MissingFileError(
-            f"There is no tokenizer at {path}; set path to a tokenizer.json, or train one "
-            "with train_bpe()."
+            f"There is no tokenizer at {path}; copy that of the model there, name another "
+            "(--tokenizer), or train one (--train_bpe)."
         ) from None
     except UnicodeDecodeError:
         raise UserError(
@@ -332,7 +332,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str) -> Tokenizer:
 
     if vocab_size < 257:
         raise UserError(
-            f"vocab_size={vocab_size}: 256 bytes and end of text are 257 tokens; set more."
+            f"vocab_size (--train_bpe) is {vocab_size}, but 256 bytes and end of text are 257 "
+            "tokens; set more."
         )
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1,

@@ -82,6 +82,11 @@ class Estimate:
     # Bytes that a rank keeps between passes, over those of 1F1B; 1 without deferred gradients.
     kept_over_1f1b: float = 1.0
 
+    def __repr__(self) -> str:
+        topology, mesh = self.candidate.topology.name, self.candidate.mesh
+        seconds = f"{self.seconds[0]:.3g} to {self.seconds[1]:.3g} s"
+        return f"Estimate({topology}, {mesh}, {self.bytes_held / 2**30:.1f} GiB, {seconds})"
+
     @functools.cached_property
     def bytes_held(self) -> float:
         """Bytes of all categories."""
