@@ -1,18 +1,13 @@
 """Conversations with a model: messages become a prompt by the model's chat template."""
 
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moelib.core.errors import ExistingFileError, UserError
+from moelib.data.tokens.chat.template import ChatTemplate, end_of_answer
 from moelib.inference.generate import generate
 from moelib.runtime import storage
-
-if TYPE_CHECKING:
-    from moelib.data.tokens.chat.template import ChatTemplate
-
-logger = logging.getLogger(__name__)
 
 ROLES = "system", "user", "assistant"
 
@@ -24,22 +19,13 @@ class MessageError(UserError):
 class ChatFormat:
     """The chat template of a model, and what ends its messages."""
 
-    def __init__(self, template: "ChatTemplate", tokenizer: Any) -> None:
+    def __init__(self, template: ChatTemplate, tokenizer: Any) -> None:
         """Finds out how the template ends an assistant's message."""
         self._template, self._tokenizer = template, tokenizer
         # A message ends with one token, or with text in several.
-        ids = tokenizer.encode_rendered(end) if (end := _end_of_message(template)) else []
+        ids = tokenizer.encode_rendered(end) if (end := end_of_answer(template)) else []
         self.stop_ids: list[int] = ids if len(ids) == 1 else []
         self.stop: list[str] = [end] if len(ids) > 1 else []
-
-    def warn_of_long_end(self) -> None:
-        """Warns if the end of a message is several tokens, which a model must learn one by one."""
-        for end in self.stop:
-            logger.warning(
-                "The chat template ends an answer with %r, which is %d tokens of the tokenizer; "
-                "add it as a special token, or set another chat_template (--chat_template).",
-                *(end, len(self._tokenizer.encode_rendered(end))),
-            )
 
     def prompt(self, messages: Any) -> list[int]:
         """Returns the token ids of a conversation, up to where the model continues.
@@ -99,19 +85,6 @@ def checked_text(text: str, name: str) -> str:
         part = text[max(0, error.start - 20) : error.end]
         raise MessageError(f"{name} is no text of Unicode near {part!a}; correct it.") from None
     return text
-
-
-_MARK = "8f3aq"  # A content that no template contains.
-
-
-def _end_of_message(template: "ChatTemplate") -> str:
-    """Returns the text that a template writes after an assistant's message.
-
-    Space around other characters is no part of it.
-    """
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
-    after = template.render(messages, add_generation_prompt=False).rpartition(_MARK)[2]
-    return after.strip() or after
 
 
 class Conversation:
@@ -180,7 +153,10 @@ class Conversation:
 
         Raises:
             ExistingFileError: If there is such a file.
+            MessageError: If there is no message.
         """
+        if not self.messages:
+            raise MessageError("There is no message to save; write one first.")
         if storage.exists(path):
             raise ExistingFileError(f"{os.fspath(path)!r} exists; choose another name.")
         storage.write_json(path, {"messages": self.messages}, indent=None)

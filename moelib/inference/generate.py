@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool
 
+from moelib.core.config_types import refuse_unknown
 from moelib.core.errors import UserError, refuse_single_strings
 from moelib.core.tree import Nested
 from moelib.inference.decode import NO_TOKEN, Decoding, Prompt, decode
@@ -140,6 +141,8 @@ def generate(
             is out of its range, or a stop string is empty.
     """
     _check_arguments(model, prompts, stop)
+    fields = {field.name for field in dataclasses.fields(Settings)}
+    refuse_unknown("generate", settings, fields)
     if settings.get("max_length") is None:
         settings["max_length"] = model.max_length
     decode_ids, vocab_size = model.tokenizer.decode, model.tokenizer.vocab_size
@@ -177,10 +180,15 @@ def generate(
     return texts()
 
 
+def check_model(model: Any) -> None:
+    """Raises UserError if an argument is no model from `moelib.load_model`."""
+    if not hasattr(model, "on_mesh"):
+        raise UserError(f"model is {model!r:.80}; pass a model from moelib.load_model.")
+
+
 def _check_arguments(model: Any, prompts: Sequence[Any], stop: Sequence[str]) -> None:
     refuse_single_strings(prompts=prompts, stop=stop)
-    if not hasattr(model, "on_mesh"):
-        raise UserError(f"model is {model!r}; pass a model from moelib.load_model.")
+    check_model(model)
     for i, prompt in enumerate(prompts):
         if not isinstance(prompt, Sequence | np.ndarray):
             raise PromptError(i, f"is {prompt!r}; pass a text, or its token ids.")
@@ -297,6 +305,6 @@ def limit_of(index: int, ids: Sequence[int], settings: Settings, vocab_size: int
         raise PromptTooLongError(
             index,
             f"has {len(ids)} tokens, which leaves no room in max_length={settings.max_length}, "
-            "by default the length that the model was trained with; shorten it.",
+            "by default the length that the model was trained with; shorten the prompt.",
         )
     return min(room, settings.max_new_tokens)

@@ -97,7 +97,7 @@ class Samples(Watcher):
         return False
 
 
-def shortened_sample(text: str) -> str:
+def shortened_sample(text: str, length: int = _SHOWN) -> str:
     """Returns the beginning of a text on one line, in quotes."""
     line = json.dumps(text, ensure_ascii=False)
-    return line if len(line) <= _SHOWN else line[:_SHOWN] + "..."
+    return line if len(line) <= length else line[:length] + "..."

@@ -17,6 +17,7 @@ import importlib.resources
 import json
 import logging
 import queue
+import re
 import secrets
 import select
 import socket
@@ -289,7 +290,10 @@ class _Handler(Handler):
         self.close_connection = True
         if code == HTTPStatus.NOT_IMPLEMENTED:
             code, message = HTTPStatus.METHOD_NOT_ALLOWED, f"There is no {self.command} here."
-        self._send_error(message or HTTPStatus(code).phrase, code)
+        size = self.headers.get("Content-Length", "") if hasattr(self, "headers") else ""
+        self._unread = min(int(size), _MAX_DISCARDED) if re.fullmatch(r"\d{1,18}", size) else 0
+        self._send_error(message or HTTPStatus(code).phrase, code, Connection="close")
+        self._discard()
 
     def _get(self, path: str) -> None:
         if not self.is_own_host():

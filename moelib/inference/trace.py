@@ -16,9 +16,10 @@ import numpy.typing as npt
 
 from moelib.core import tree
 from moelib.core.config import did_you_mean
-from moelib.core.errors import UserError
+from moelib.core.errors import UserError, refuse_single_strings
 from moelib.core.module import functional
 from moelib.core.tree import Nested
+from moelib.inference.generate import check_model
 from moelib.inference.unstack import unstacked
 from moelib.layers.tracing import ATTENTION_WEIGHTS, HIDDEN, NAMES, TRACED
 from moelib.models.causal_lm import CausalLM
@@ -82,12 +83,27 @@ def trace(
         UserError: If the text has fewer than two tokens or too many, a name is unknown, or no layer
             has such a path and array.
     """
+    check_model(model)
+    refuse_single_strings(names=names)
+    is_ids = isinstance(text, Sequence | np.ndarray | jax.Array) and not isinstance(text, str)
+    is_ids = is_ids and all(isinstance(i, int | np.integer | jax.Array) for i in text)
+    if not isinstance(text, str) and not is_ids:
+        raise UserError(f"text is {text!r:.80}; pass one text, or its token ids.")
+    try:
+        re.compile(layers)
+    except re.error as error:
+        raise UserError(f"layers={layers!r} is no regular expression ({error}).") from None
     for name in names:
         if name not in NAMES:
             raise UserError(f"names has {name!r}; {did_you_mean(name, NAMES)}")
     ids = model.tokenizer.encode_prompts([text])[0] if isinstance(text, str) else list(text)
     if len(ids) < 2 or not all(0 <= i < model.model.config.vocab_size for i in ids):
         raise UserError(f"text is {text!r:.80}: it must have two or more tokens of the model.")
+    if model.max_length is not None and len(ids) > model.max_length:
+        raise UserError(
+            f"text has {len(ids)} tokens, and the model was trained with {model.max_length}; "
+            "shorten it."
+        )
     wanted = frozenset((*names, HIDDEN))
     with model.on_mesh():
         module, params = unstacked(model.model, model.parameters)

@@ -2,11 +2,13 @@
 
 import dataclasses
 import logging
+import math
 
 import jax
 
 from moelib.checkpoint.safetensors import check_tensors
 from moelib.core.config import config_for_function
+from moelib.core.config_types import did_you_mean
 from moelib.core.errors import UserError
 from moelib.core.param import specs_by_path
 from moelib.huggingface.pretrained import read_config
@@ -27,6 +29,7 @@ from moelib.train.trainer import SpmdTrainer
 
 logger = logging.getLogger(__name__)
 
+_DTYPES = "float32", "bfloat16", "float16"
 _OF_ADAPTERS = "lora_rank", "targets", "train_router"
 
 
@@ -41,19 +44,7 @@ def finetune_config(settings: FineTuning) -> SpmdTrainer.Config:
         MissingFileError: If there are no data.
         UserError: If the model cannot be read, `targets` matches no layer, or a setting is missing.
     """
-    for name in ("model", "data", "trainer_dir"):
-        if not getattr(settings, name):
-            raise UserError(f"{name} is not set; set {name} (--{name}).")
-    check_used(settings, "the objective", settings.objective)
-    defaults = {field.name: field.default for field in dataclasses.fields(settings)}
-    for name in _OF_ADAPTERS:
-        if settings.full and getattr(settings, name) != defaults[name]:
-            raise UserError(
-                f"{name} (--{name}) is of adapters, but full (--full) trains all parameters; "
-                "remove one of the two."
-            )
-    if settings.lr is not None and not settings.lr > 0:
-        raise UserError(f"lr (--lr) is {settings.lr}; set it above 0.")
+    _check_settings(settings)
     model, _ = read_config(settings.model)
     check_tensors(settings.model)
     peak_lr = settings.lr
@@ -89,6 +80,28 @@ def finetune_config(settings: FineTuning) -> SpmdTrainer.Config:
     if settings.objective in ("grpo", "gspo"):
         cfg.watchers["rollouts"] = RolloutSamples.default_config()
     return cfg.set(input=input_of(settings, model))
+
+
+def _check_settings(settings: FineTuning) -> None:
+    """Raises UserError if a setting is missing, has no effect, or is out of range."""
+    for name in ("model", "data", "trainer_dir"):
+        if not getattr(settings, name):
+            raise UserError(f"{name} is not set; set {name} (--{name}).")
+    check_used(settings, "the objective", settings.objective)
+    defaults = {field.name: field.default for field in dataclasses.fields(settings)}
+    for name in _OF_ADAPTERS:
+        if settings.full and getattr(settings, name) != defaults[name]:
+            raise UserError(
+                f"{name} (--{name}) is of adapters, but full (--full) trains all parameters; "
+                "remove one of the two."
+            )
+    for name in ("lr", "reward_seconds"):
+        if (value := getattr(settings, name)) is not None and not 0 < value < math.inf:
+            raise UserError(f"{name} (--{name}) is {value}; set it above 0.")
+    if settings.dtype not in _DTYPES:
+        raise UserError(
+            f"dtype (--dtype) is {settings.dtype!r}; {did_you_mean(settings.dtype, _DTYPES)}"
+        )
 
 
 def _objective(settings: FineTuning) -> Objective.Config | None:

@@ -22,7 +22,7 @@ from moelib.data.sources.source import BadRecordError, BadRecords, Source, finge
 from moelib.data.sources.source_for_path import source_for_path
 from moelib.data.tokens.chat import pairs as pairs_lib
 from moelib.data.tokens.chat.labels import ChatOptions, chat_options
-from moelib.data.tokens.chat.template import ChatTemplate, find_template
+from moelib.data.tokens.chat.template import ChatTemplate, find_template, warn_of_long_end
 from moelib.data.tokens.prepare import prepare
 from moelib.data.tokens.token_store import META, TokenStore
 from moelib.data.tokens.tokenizer import Tokenizer
@@ -105,7 +105,6 @@ def _store(settings: FineTuning) -> str:
     if os.path.exists(os.path.join(settings.data, META)):
         return settings.data
     records, tokenizer, template = _opened(settings)
-    ChatFormat(template, tokenizer).warn_of_long_end()
     chat = chat_options(template, records, max_length=settings.seq_len)
     store = settings.trainer_dir.rstrip("/") + ".data"
     skip = settings.skip_bad_lines
@@ -113,7 +112,8 @@ def _store(settings: FineTuning) -> str:
         prepare(records, tokenizer, store, chat=chat, append_eos=False, skip_bad_records=skip)
     except ExistingFileError as error:
         raise ExistingFileError(
-            f"{str(error).partition(';')[0]} (source: --data; chat: --chat_template, --seq_len); "
+            f"{str(error).rpartition('; set output_dir')[0]} (source: --data; chat: "
+            "--chat_template, --seq_len); "
             "restore them, set another trainer_dir (--trainer_dir), or delete the folder."
         ) from error
     return store
@@ -130,6 +130,9 @@ def _opened(settings: FineTuning) -> tuple[Source, Tokenizer, ChatTemplate]:
             f"model={settings.model} has no chat template; set chat_template (--chat_template) to "
             "chatml, llama3, plain or a file of Jinja."
         )
+    is_rollout = settings.objective in ("grpo", "gspo")
+    longer = " Rollouts end at a single token, so answers go on up to max_new_tokens." * is_rollout
+    warn_of_long_end(template, tokenizer, longer)
     return records, tokenizer, template
 
 
@@ -218,13 +221,6 @@ def _write_prompts(
     """Writes the prompts, and the tokens that end an answer; returns their number."""
     room = settings.seq_len - settings.max_new_tokens + 1
     chat = ChatFormat(options.chat_template(), tokenizer)
-    for end in chat.stop:
-        logger.warning(
-            "The chat template ends an answer with %r, which is several tokens of the tokenizer. "
-            "Rollouts end an answer at a single token, so answers go on up to max_new_tokens=%d; "
-            "set another chat_template (--chat_template), or make the text a token.",
-            *(end, settings.max_new_tokens),
-        )
     options = dataclasses.replace(options, max_length=max(room, 1))
     skip = settings.skip_bad_lines
     read = pairs_lib.read_prompts(records, options, tokenizer, left_out, skip_bad_records=skip)

@@ -92,7 +92,11 @@ def fit(
         check_arguments("moelib.fit", task_trainer_config, trainer, examples, **settings)
         trainer = task_trainer_config(trainer, examples, **settings)
     elif examples is not None or settings:
-        raise UserError(f"examples, {', '.join(settings)}: arguments for a task, not for a config.")
+        names = [*(["examples"] if examples is not None else []), *settings]
+        raise UserError(
+            f"{', '.join(names)}: arguments for a task, not for a config; set fields of the "
+            "config, such as input.global_batch_size."
+        )
     if not isinstance(prng_key, jax.Array | numbers.Integral | None):
         raise UserError(f"prng_key={prng_key!r}: pass a key of jax.random, or an integer.")
     directory = os.fspath(trainer_dir) if isinstance(trainer_dir, os.PathLike) else trainer_dir

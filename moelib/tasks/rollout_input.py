@@ -9,7 +9,6 @@ experts per token.
 
 import functools
 import hashlib
-import inspect
 import json
 import logging
 import math
@@ -25,7 +24,7 @@ import numpy as np
 
 from moelib.core import trusted_code
 from moelib.core.config import REQUIRED, InstantiableConfig, config_class, maybe_instantiate
-from moelib.core.config_types import PositiveFloat, PositiveInt
+from moelib.core.config_types import PositiveFloat, PositiveInt, check_parameters
 from moelib.core.errors import MissingFileError, UserError
 from moelib.core.module import functional
 from moelib.core.tree import Batch
@@ -137,18 +136,8 @@ class RolloutInput(Input):
     def _check_reward(self) -> None:
         """Raises UserError if the reward does not take its arguments."""
         columns = {name for prompt in self.prompts for name in prompt["columns"]}
-        names = "prompts", "completions", *sorted(columns)
-        try:
-            signature = inspect.signature(self._reward)
-        except ValueError:  # Of a function in C.
-            return
-        try:
-            signature.bind(**dict.fromkeys(names))
-        except TypeError as error:
-            raise UserError(
-                f"reward={self.config.reward} does not take {', '.join(names)} ({error}); give it "
-                "these parameters, or **columns for those that it does not read."
-            ) from None
+        named = dict.fromkeys(("prompts", "completions", *sorted(columns)))
+        check_parameters(f"reward={self.config.reward}", self._reward, **named)
 
     @classmethod
     def load_tokenizer(cls, cfg: Any) -> Tokenizer:
@@ -338,8 +327,9 @@ def read_prompts(folder: str) -> list[dict[str, Any]]:
         if line:
             try:
                 prompt = storage.parse_json(line)
-                _ = [int(token) for token in prompt["ids"]]
-            except (ValueError, TypeError, KeyError) as error:
+                _ = [int(token) for token in prompt["ids"]], dict(prompt["columns"])
+                _ = prompt["messages"][-1]["content"]
+            except (ValueError, TypeError, KeyError, IndexError) as error:
                 raise UserError(
                     f"{path}:{number} is no prompt ({type(error).__name__}: {error!s:.80}); delete "
                     "the folder, which the same command makes again."

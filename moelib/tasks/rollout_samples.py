@@ -35,4 +35,5 @@ class RolloutSamples(Watcher):
         answers = sorted(self._trainer.input.newest, key=lambda each: each.reward)
         for prompt, text, reward in answers[-1:] + answers[:1]:
             run.note(SAMPLE, step=step, prompt=prompt, text=text, reward=reward)
-            run.print(f"step {step}, reward {reward:g}: {shortened_sample(prompt + text)}")
+            shown = f"{shortened_sample(prompt, 60)} {shortened_sample(text)}"
+            run.print(f"step {step}, reward {reward:g}: {shown}")

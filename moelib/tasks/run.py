@@ -114,6 +114,8 @@ def task_trainer_config(
         accept_changes=accept_changes,
         skip_kernel_check=True,  # A task calls no kernel of ours.
     )
+    if isinstance(optimizer, int | float):
+        raise UserError(f"optimizer is {optimizer}; pass one, such as optax.adam({optimizer}).")
     cfg.learner.optimizer = optimizer
     cfg.checkpointer = Checkpointer.default_config().set(
         save_policy=policy,
@@ -138,8 +140,10 @@ def check_arguments(name: str, function: Callable[..., Any], *given: Any, **sett
     Raises:
         UserError: If one is missing, unknown or of another type.
     """
+    signature = inspect.signature(function)
+    config_types.refuse_unknown(f"{name} of a task", settings, signature.parameters)
     try:
-        inspect.signature(function).bind(*given, **settings)
+        signature.bind(*given, **settings)
     except TypeError as error:
         raise UserError(f"{name} of a task: {error}.") from None
     for field, annotation in typing.get_type_hints(function).items():

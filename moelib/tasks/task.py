@@ -22,7 +22,7 @@ from moelib.core.config import (
     config_for_function,
     maybe_instantiate,
 )
-from moelib.core.config_types import is_config
+from moelib.core.config_types import check_parameters, is_config
 from moelib.core.errors import UserError
 from moelib.core.metrics import Metric, WeightedScalar, is_metric, weighted
 from moelib.core.module import Module, in_context
@@ -147,12 +147,23 @@ class Task(ExternalLayer, Model):
         return nested(params), *_metrics_of(result, batch["batch"])
 
 
+# Parameters of functions whose signatures are checked.
+_PARAMETERS = {
+    "init": "key",
+    "loss": "params, batch, key, is_training",
+    "predict": "params, batch, key",
+    "train_step": "params, batch, key, apply_gradients",
+}
+
+
 def _check_functions(cfg: Task.Config) -> None:
     """Raises UserError if a field is no function, or needs `predict`."""
     for name in ("init", "loss", "collate", "predict", "postprocess", "metric", "train_step"):
         value = getattr(cfg, name)
         if not (value is None or value is REQUIRED or is_config(value) or callable(value)):
             raise UserError(f"{name} is {value!r:.80}; set it to a function.")
+        if callable(value) and not is_config(value) and name in _PARAMETERS:
+            check_parameters(name, value, *_PARAMETERS[name].split(", "))
         if name in ("postprocess", "metric") and value is not None and cfg.predict is None:
             raise UserError(f"{name} is set, but predict is not; set predict to a function.")
 

@@ -453,3 +453,10 @@ def test_arguments_of_other_types_are_refused(loaded):
         generate("runs/t", ["a"])
     with pytest.raises(PromptError, match=r"Prompt 1.*None"):
         generate(loaded, ["a", None])
+
+
+def test_an_unknown_setting_names_the_nearest(loaded):
+    with pytest.raises(
+        UserError, match=r"generate has no argument 'max_tokens'; .*'max_new_tokens'"
+    ):
+        generate(loaded, ["a"], max_tokens=3)

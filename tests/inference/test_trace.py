@@ -33,6 +33,7 @@ def model():
         parameters=parameters,
         on_mesh=contextlib.nullcontext,
         tokenizer=ByteTokenizer.default_config().instantiate(),
+        max_length=None,
     )
 
 
@@ -130,6 +131,10 @@ def test_the_page_has_the_tokens_predictions_and_experts_and_no_code_of_the_text
         ("a", {}, "text is 'a'"),
         ([1, 999], {}, r"text is \[1, 999\]"),
         (TEXT, {"names": ["router_prob"]}, "'router_prob'.*router_probs"),
+        (5, {}, "text is 5; pass one text"),
+        (["a b", "c d"], {}, "pass one text, or its token ids"),
+        (TEXT, {"names": "hidden"}, "names"),
+        (TEXT, {"layers": "*("}, "is no regular expression"),
         (TEXT, {"layers": "nothing"}, "layers='nothing'.*decoder.layer0"),
         ("x" * 9000, {}, "9000 tokens and 16 heads.*attention_weights"),
     ],
@@ -137,3 +142,11 @@ def test_the_page_has_the_tokens_predictions_and_experts_and_no_code_of_the_text
 def test_bad_requests_are_refused(model, text, settings, message):
     with pytest.raises(UserError, match=message):
         trace(model, text, **settings)
+
+
+def test_a_model_is_loaded_first_and_a_text_as_long_as_it_knows(model):
+    with pytest.raises(UserError, match="model is 'runs/a'; pass a model from"):
+        trace("runs/a", TEXT)
+    short = types.SimpleNamespace(**vars(model) | {"max_length": 4})
+    with pytest.raises(UserError, match="has 9 tokens, and the model was trained with 4"):
+        trace(short, "x" * 9)

@@ -172,7 +172,7 @@ def test_data_without_conversations_or_template_are_refused(folders, tmp_path, n
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ absent.field }}", ": line 1: .*absent.*, for a question and its answer; .*template"),
+        ("{{ absent.field }}", ": line 1: .*absent.*; .*--chat_template"),
         ("{% for m in messages %}x{% endfor %}", " does not write the content"),
     ],
 )
@@ -203,6 +203,7 @@ def test_settings_without_an_effect_are_refused(folders, tmp_path, fields, messa
     [
         ({"lr": -1.0}, r"lr \(--lr\) is -1.0; set it above 0"),
         ({"lr": float("nan")}, r"lr \(--lr\) is nan"),
+        ({"dtype": "int8"}, r"dtype \(--dtype\) is 'int8'; (did you mean|choose)"),
         ({"targets": "(["}, r"'\(\[' is no regular expression .*; set it to one"),
     ],
 )

@@ -251,7 +251,10 @@ def test_rewards_that_are_no_numbers_are_refused(tmp_path, name, message):
         ({"seq_len": 3}, "set seq_len to 4 or more"),
         ({"reward": "os:system"}, "standard library"),
         ({"reward": f"{__name__}:absent"}, "absent"),
-        ({"reward": f"{__name__}:narrow"}, "narrow does not take prompts, completions, wanted"),
+        (
+            {"reward": f"{__name__}:narrow"},
+            r"\(completions\): .*\(prompts, completions, wanted\)",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(tmp_path, fields, message):
@@ -311,7 +314,7 @@ def test_an_end_of_answers_in_several_tokens_is_named(folder, tmp_path, caplog, 
     template.write_text("{% for m in messages %}{{ m.content }}" + end + "\n{% endfor %}")
     run = tmp_path / "run"
     finetune_config(settings(folder, run, "grpo", chat_template=str(template)))
-    assert (f"{end!r}, which is several tokens" in caplog.text) is warns
+    assert (f"{end!r}, which is 7 tokens" in caplog.text) is warns
 
 
 @pytest.mark.parametrize(
@@ -321,7 +324,10 @@ def test_an_end_of_answers_in_several_tokens_is_named(folder, tmp_path, caplog, 
         ({"reward": "broken_reward:f"}, r"broken_reward cannot be imported \(NameError"),
         ({"reward": "broken_reward"}, "set it to module:function"),
         ({"reward": "some_reward:absent"}, "reward: .*: some_reward has no 'absent'"),
-        ({"reward": "some_reward:number"}, "reward: .*is 3; name a class or a function"),
+        (
+            {"reward": "some_reward:number"},
+            "reward: .*number' of type int; name a class or a function",
+        ),
         ({"max_new_tokens": 64}, "max_new_tokens=64 leaves no room .* seq_len=64"),
     ],
 )

@@ -532,7 +532,13 @@ REFUSED = [
     ),
     # Settings.
     (lambda folder: moelib.fit(make_task(), EXAMPLES, batch_size=8), "'optimizer'"),
-    (fitting({}, optimizer=1, max_steps=8), "'max_steps'"),
+    (fitting({}, optimizer=1, max_steps=8), "no argument 'max_steps'; did you mean 'max_step'"),
+    (
+        fitting({"loss": lambda p, b: 0.0}),
+        r"loss has the .*\(p, b\): .* take \(params, batch",
+    ),
+    (fitting({"init": lambda: PARAMS}), r"init has the .*\(\): .* take \(key\)"),
+    (fitting({}, optimizer=0.01), r"optimizer is 0.01; pass one, such as optax.adam\(0.01\)"),
     (fitting({}, optimizer=1, max_step="2"), "max_step='2'"),
     (fitting({}, optimizer=1, batch_size=0), "batch_size=0"),
     (fitting({}, optimizer=1, max_step=None, num_epochs="2"), "num_epochs='2'"),
@@ -549,8 +555,8 @@ REFUSED = [
     (evaluating({}, step=3), "step=3"),
     (evaluating({"predict": None, "metric": count_hits}), "metric is set, but predict is not"),
     (evaluating({"predict": None, "postprocess": list}), "postprocess is set, but predict is not"),
-    (evaluating({}, batchsize=3), "moelib.evaluate of a task: .*'batchsize'"),
-    (evaluating({}, num_fewshot=3), "moelib.evaluate of a task: .*'num_fewshot'"),
+    (evaluating({}, batchsize=3), "moelib.evaluate of a task .*'batchsize'"),
+    (evaluating({}, num_fewshot=3), "moelib.evaluate of a task .*'num_fewshot'"),
     (evaluating({}, mesh=8), "mesh=8"),
     (evaluating({"collate": grow, **SUM}, EXAMPLES, batch_size=8), r"'x' is float32\[3\] instead"),
     (

@@ -86,10 +86,14 @@ def _read[T](
         yield from (each for each in found if each is not None)
 
 
+def _given(record: Mapping[str, Any]) -> str:
+    """Returns the names of the fields that are not null."""
+    return f"{sorted(name for name, value in record.items() if value is not None)!s:.120}"
+
+
 def _conversation(record: Mapping[str, Any], side: str) -> Conversation:
     if record.get(side) is None:
-        given = sorted(name for name, value in record.items() if value is not None)
-        raise RecordError("no pair", f"it has {given!s:.120}, but not {side}, or it is null")
+        raise RecordError("no pair", f"it has {_given(record)}, but not {side}")
     if record.get("prompt") is not None:
         given = {"prompt": record["prompt"], "completion": record[side]}
     elif isinstance(record[side], str):
@@ -118,7 +122,7 @@ def read_prompts(
 
     def prompt(record: Mapping[str, Any]) -> Prompt:
         if (given := record.get("prompt")) is None:
-            raise RecordError("no prompt", f"it has {sorted(record)!s:.120}, but not prompt")
+            raise RecordError("no prompt", f"it has {_given(record)}, but not prompt")
         messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
         # An answer that is not used makes it a conversation, which is checked.
         checked = read_conversation(

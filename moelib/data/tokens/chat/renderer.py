@@ -75,7 +75,7 @@ def _answer(texts: Callable[[], dict[str, Any]], seconds: float) -> None:
         lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
         lines += [error.lineno] if isinstance(error, jinja2.TemplateSyntaxError) else []
         line = f"line {lines[-1]}: " if lines else ""
-        text = f"{error!s:.300}" or "out of memory"  # MemoryError has no text.
+        text = "out of memory" if isinstance(error, MemoryError) else f"{error!s:.300}"
         answer = json.dumps({"reason": f"{line}{type(error).__name__}: {text}"})
     print(answer, flush=True)
 

@@ -7,6 +7,7 @@ sandbox forbids, and a process of its own limits its time and its memory.
 import datetime
 import importlib.resources
 import json
+import logging
 import os
 import re
 import subprocess
@@ -21,6 +22,8 @@ from moelib.data.tokens.chat import renderer
 from moelib.data.tokens.tokenizer import CHAT_TEMPLATE_FILE, SETTINGS_FILE, Tokenizer, named_token
 from moelib.runtime import storage
 from moelib.runtime.storage import read_json
+
+logger = logging.getLogger(__name__)
 
 BUILT_IN = "chatml", "llama3", "plain"  # Templates that moelib has.
 
@@ -152,9 +155,8 @@ class ChatTemplate:
                 line = self._exchange(self._process, json.dumps(request))
                 if not line:
                     self._process = None
-                    limits = f"{_SECONDS:g} s or {_MEGABYTES} MB"
                     raise TemplateError(
-                        f"{self.name} took more than {limits}; make it or the messages shorter"
+                        f"{self.name} took more than {_SECONDS:g} s or {_MEGABYTES} MB"
                     )
         answer = json.loads(line)
         if "reason" in answer:
@@ -209,20 +211,51 @@ def find_template(
     bos = named_token(settings, "bos_token") or tokenizer.bos_token or ""
     eos = named_token(settings, "eos_token") or tokenizer.eos_token
     template = ChatTemplate(source, bos_token=bos, eos_token=eos, name=name, **options)
-    _check(template)
+    cure = "correct it, or set another chat_template (--chat_template)."
+    try:
+        written = _example(template).lower()
+    except TemplateError as error:
+        raise UserError(f"A question and its answer fail in {error}; {cure}") from error
+    if lost := [role for role, text in _EXAMPLE.items() if text not in written]:
+        raise UserError(f"{name} does not write the content of {lost}; {cure}")
     return template
 
 
-def _check(template: ChatTemplate) -> None:
-    """Raises UserError if a template cannot write a question and its answer."""
-    texts = {"user": "q-8f3aq", "assistant": "a-8f3aq"}
-    cure = "correct it, or set another chat_template (--chat_template)."
+_EXAMPLE = {"user": "q-8f3aq", "assistant": "a-8f3aq"}  # Contents that no template has.
+
+
+def _example(template: ChatTemplate) -> str:
+    """Returns the text of a question and its answer, after one of the system if it must be."""
+    messages = [{"role": role, "content": text} for role, text in _EXAMPLE.items()]
     try:
-        written = template.render([{"role": x, "content": text} for x, text in texts.items()])
+        return template.render(messages, add_generation_prompt=False)
     except TemplateError as error:
-        raise UserError(f"{error}, for a question and its answer; {cure}") from error
-    if lost := [role for role, text in texts.items() if text not in written]:
-        raise UserError(f"{template.name} does not write the content of {lost}; {cure}")
+        try:
+            system = {"role": "system", "content": "s"}
+            return template.render([system, *messages], add_generation_prompt=False)
+        except TemplateError:
+            raise error from None
+
+
+def end_of_answer(template: ChatTemplate) -> str:
+    """Returns the text that a template writes after an assistant's message.
+
+    Space around other characters is no part of it.
+    """
+    text = _example(template)
+    after = text[text.lower().rindex(_EXAMPLE["assistant"]) + len(_EXAMPLE["assistant"]) :]
+    return after.strip() or after
+
+
+def warn_of_long_end(template: ChatTemplate, tokenizer: Tokenizer, consequence: str = "") -> None:
+    """Warns if the end of an answer is several tokens, which a model must learn one by one."""
+    end = end_of_answer(template)
+    if (num := len(tokenizer.encode_rendered(end)) if end else 0) > 1:
+        logger.warning(
+            "The chat template ends an answer with %r, which is %d tokens of the tokenizer; make "
+            "it a special token, or set another chat_template (--chat_template).%s",
+            *(end, num, consequence),
+        )
 
 
 def _source(

@@ -103,7 +103,7 @@ def test_a_folder_has_a_template_in_a_file_or_in_its_settings(tmp_path):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("{{ absent.field }}", r": line 1: .*absent.*, for a question and its answer; correct it"),
+        ("{{ absent.field }}", r": line 1: .*absent.*; correct it"),
         (
             "{% for m in messages %}{{ m.role }}: hello{% endfor %}",
             r"\['user', 'assistant'\]; corr",
