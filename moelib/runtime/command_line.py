@@ -138,7 +138,7 @@ def parse_flags[T](cls: type[T], arguments: Sequence[str]) -> tuple[T, list[str]
         near = " or ".join(f"'--{each}'" for each in similar_names(name, names))
         advice = f"did you mean {near}?" if near else "--help shows all flags."
         if "set" in names:
-            advice = f"if it is a field of the config, --set={name}=... tells its path; or {advice}"
+            advice += f" If it is a field of the config, --set={name}=... tells its path."
         raise UsageError(f"unknown flag '--{name}'; {advice}") from None
     except absl_flags.Error as error:
         text = re.sub("invalid literal .*|could not convert .*", "write a number.", str(error))

@@ -84,7 +84,7 @@ def test_folders_without_runs_and_devices_that_do_not_divide_experts_are_refused
         (["routing", "--trainer_dir=x", "--expert_parallel=2,0"], "--expert_parallel=2,0"),
         (["routing", "--trainer_dir=x", "--capacity_factors=a"], "--capacity_factors=a"),
         (["routing", "--trainer_dir=x", "--mesh=rows=2"], "rows"),
-        (["routing", "--trainer_dir=x"], "--trainer_dir=x: there is neither a checkpoint nor"),
+        (["routing", "--trainer_dir=x"], "--trainer_dir=x: there is no such folder"),
         (["routing", "--trainer_dir=x", f"--output={__file__}"], "is a file; name a folder"),
     ],
 )

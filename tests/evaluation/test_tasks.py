@@ -38,7 +38,7 @@ WINOGRANDE = '{"sentence": "no gap", "option1": "a", "option2": "b", "answer": "
         ("piqa", "\n[1]", r"lines.jsonl:2.*JSON"),
         ("piqa", '{"goal"', r"lines.jsonl:1.*JSON"),
         ("piqa", "\n", r"lines.jsonl"),
-        ("arc_easy", ARC, r"lines.jsonl:1:.*list"),
+        ("arc_easy", ARC, r"lines.jsonl:1:.*label of no choice"),
         ("winogrande", WINOGRANDE, r"lines.jsonl:1"),
     ],
 )

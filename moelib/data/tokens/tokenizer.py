@@ -332,7 +332,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str) -> Tokenizer:
 
     if vocab_size < 257:
         raise UserError(
-            f"vocab_size (--train_bpe) is {vocab_size}, but 256 bytes and end of text are 257 "
+            f"vocab_size={vocab_size} (--train_bpe), but 256 bytes and end of text are 257 "
             "tokens; set more."
         )
     trainer = trainers.BpeTrainer(

@@ -45,7 +45,7 @@ def test_sequences_of_a_source_are_numbered_without_gaps():
     ("weight", "arguments", "message"),
     [
         *((x, {}, rf"weights\['b'\]={x}") for x in (0.0, -1.0, float("nan"), float("inf"))),
-        (1e-6, {}, r"weights\['b'\]=1e-06: .* 10000"),  # Too small to ever be drawn.
+        (1e-6, {}, r"weights\['b'\]=1e-06 of 1 in all .* 10000"),  # Too small to ever be drawn.
         (1.0, {"names": "abc"}, r"\['a', 'b', 'c'\].*\['a', 'b'\]"),
         (1.0, {"vocab_sizes": [10, 11]}, r"11.*10\)"),
     ],
