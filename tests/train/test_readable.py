@@ -115,8 +115,8 @@ def test_a_value_is_read_back_as_it_was(value):
     [
         (lambda: None, "<lambda>.*into a file of its own"),
         (config_for_function(lambda: None), r"\.fn is .*<lambda>.*into a file of its own"),
-        (optax.sgd(1.0).init, "<locals>.*into a file of its own"),
-        (optax.sgd(1.0), r"\.init is .*<locals>.*into a file of its own"),
+        (optax.sgd(1.0).init, r"<locals>.*config_for_function\(optax"),
+        (optax.sgd(1.0), r"\.init is .*<locals>.*config_for_function\(optax"),
         (of_notebook, "__main__:of_notebook.*into a file of its own"),
         (config_for_function(functools.partial(plain)), r"\.fn is .*partial"),
         (Renamed, "'Earlier'"),
