@@ -1,6 +1,7 @@
 """The `moelib` command: `moelib <command> [flags]`. Each command is a file of this folder."""
 
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -88,7 +89,14 @@ def run(argv: Sequence[str]) -> int:
 
 def main() -> None:
     """Runs the command line of this process."""
-    sys.exit(run(sys.argv[1:]))
+    try:
+        status = run(sys.argv[1:])
+    except KeyboardInterrupt:
+        if TRACEBACK in sys.argv:
+            raise
+        print("moelib: interrupted", file=sys.stderr)
+        status = 128 + signal.SIGINT
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -227,11 +227,6 @@ def run_command[T](
     except BrokenPipeError:  # The reader of the output, such as `head`, has closed it.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
         return 128 + signal.SIGPIPE  # As of a program that the signal ends: it has not finished.
-    except KeyboardInterrupt:
-        if TRACEBACK in arguments:
-            raise
-        print(f"{name}: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
     except (UserError, OSError) as error:
         if TRACEBACK in arguments or not (line := one_line(error)):
             raise

@@ -1,6 +1,7 @@
 """The `moelib` command: help, unknown commands and flags, and errors on one line."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -186,3 +187,17 @@ def test_a_wrong_value_is_one_line(field, value, named, data_dir, tmp_path, caps
     owner, _, name = field.rpartition(".")
     assert name in line
     assert owner in line or not owner.startswith(BLOCK)
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, capsys):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "run", interrupted)
+    monkeypatch.setattr("sys.argv", ["moelib", "chat"])
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGINT)):
+        main.main()
+    assert capsys.readouterr().err == "moelib: interrupted\n"
+    monkeypatch.setattr("sys.argv", ["moelib", "chat", "--traceback"])
+    with pytest.raises(KeyboardInterrupt):
+        main.main()

@@ -66,13 +66,6 @@ def test_an_unknown_flag_may_be_a_field_of_the_config():
         parse_flags(Flags, ["--lr=1"])
 
 
-def test_ctrl_c_ends_a_command_without_a_traceback(capsys):
-    assert run_command("moelib chat", Flags, _fail(KeyboardInterrupt()), []) == 128 + signal.SIGINT
-    assert capsys.readouterr().err == "moelib chat: interrupted\n"
-    with pytest.raises(KeyboardInterrupt):
-        run_command("moelib chat", Flags, _fail(KeyboardInterrupt()), ["--traceback"])
-
-
 def test_an_argument_that_looks_like_a_flag_is_refused():
     with pytest.raises(UsageError, match=r"'count'.*'--count'"):
         no_arguments(["count"], Flags)
