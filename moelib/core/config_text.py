@@ -434,7 +434,7 @@ def _read_as(text: str, kind: Any) -> Any:
         is_name = _REFERENCE.fullmatch(text) and not config_types.is_secret(kind)
         return convert(config_types.resolve_reference(text) if is_name else _unquoted(text))
     value = _value(text)
-    if config_types.is_config_class(origin):
+    if config_types.is_config_class(origin) and callable(value):
         value = _config_of[0](value)
     elif origin is int and isinstance(value, float) and value.is_integer():
         value = int(value)

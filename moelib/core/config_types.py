@@ -369,7 +369,7 @@ def advice(annotation: Any, text: str | None = None) -> str:
             found = ("False", "True") if option is bool else named_values(option)
             names += [f"{owner}{name}" for name in found]
     if not names and text is not None and any(map(_is_built, options(annotation))):
-        return "; name a class or function as module:name, such as moelib.learner.optimizers:lion."
+        return "; write the module and the name of a class or a function, as in module:name."
     return f"; {did_you_mean(text or '', names)}" if names else "."
 
 

@@ -312,6 +312,8 @@ def test_a_flag_can_put_in_another_class_or_function():
         ("max_step=soon", r"'soon'.*int \| None"),
         ("layer.anything=.jax.nn:silu", r"'.jax.nn:silu'"),
         ("optimizer.decay=fast", r"'fast'.*like 0.5"),
+        ("optimizer=0,1", r"'0,1' is not .*; write the module and the name of a class"),
+        ("optimizer=adamw", r"'adamw' is not .*as in module:name"),
         ("max_step=" + "-" * 10_000, r"'--.*--' is not int"),
         ("max_step=" + "[" * 10_000, r"'\[\[.*\[\[' is not int"),
         ("max_step=" + "9" * 5000, r"'99.*99' is not int"),
