@@ -288,10 +288,12 @@ class _Handler(Handler):
         """Answers what is no GET, HEAD or POST, or no HTTP."""
         del explain
         self.close_connection = True
-        if code == HTTPStatus.NOT_IMPLEMENTED:
+        if code == HTTPStatus.NOT_IMPLEMENTED:  # Only then are the headers those of this request.
             code, message = HTTPStatus.METHOD_NOT_ALLOWED, f"There is no {self.command} here."
-        size = self.headers.get("Content-Length", "") if hasattr(self, "headers") else ""
-        self._unread = min(int(size), _MAX_DISCARDED) if re.fullmatch(r"\d{1,18}", size) else 0
+            size = self.headers.get("Content-Length", "")
+            self._unread = (
+                min(int(size), _MAX_DISCARDED) if re.fullmatch(r"[0-9]{1,18}", size) else 0
+            )
         self._send_error(message or HTTPStatus(code).phrase, code, Connection="close")
         self._discard()
 

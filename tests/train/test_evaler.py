@@ -79,7 +79,7 @@ def test_best_metric_that_no_evaluation_has_is_refused(tmp_path):
     cfg.checkpointer.set(best_metric="val/perplexty", keep_best_n=1)
     with pytest.raises(ValueError, match=r"best_metric.*'val/perplexty'.*'val/perp"):
         cfg.instantiate(parent=None).run()
-    # What was trained is not lost.
+    # The step is not lost.
     assert list_checkpoints(RunFolder(cfg.dir).checkpoints).keys() == {1}
 
 

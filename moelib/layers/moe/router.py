@@ -41,7 +41,7 @@ def check_routing(name: str, routing: Any, x: Float[Array, "B S D"]) -> Routing:
     if not isinstance(routing, Routing):
         raise UserError(f"{name} returned {type(routing).__name__}; return a Routing.")
     tokens = x.shape[:2]
-    ids = (*tokens, *jnp.shape(routing.expert_ids)[2:3])
+    ids = (*tokens, *getattr(routing.expert_ids, "shape", ())[2:3])
     for field, shape in {"expert_ids": ids, "weights": ids, "mask": tokens}.items():
         if getattr(given := getattr(routing, field), "shape", None) != shape:
             text = tree.array_text(given)

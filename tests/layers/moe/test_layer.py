@@ -61,6 +61,7 @@ class OddRouter(Router):
     [
         ("", "router returned tuple; return a Routing"),
         ("weights", r"router returned weights=float32\[8, 6, 1\]; return the shape \[8, 6, 2\]"),
+        ("expert_ids", r"router returned weights=float32\[8, 6, 2\]; return the shape \[8, 6, 1\]"),
         ("mask", r"router returned mask=bool\[8, 1\]; return the shape \[8, 6\]"),
     ],
 )
