@@ -23,7 +23,8 @@ def in_float64(fn: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
 
     It is to be called inside `jax.enable_x64(True)`; float32 arguments are widened. It returns the
     results and, by scope, the margins of all `top_k` outside of loops: the least difference of the
-    last entry that is chosen and the next one, as a share of the largest magnitude in its row.
+    last entry that is chosen and the next one, as a share of the largest magnitude in its row. Two
+    zeros, as of a ReLU, are zeros in whatever order a program adds, and have no margin.
     """
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arguments)
     structure = jax.tree.structure(shapes)
@@ -78,8 +79,10 @@ def _wide(value: Any) -> Any:
 def _margin(x: Any, k: int) -> Any:
     best, _ = lax.top_k(x, k + 1)
     largest = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0), -1)
-    margins = (best[..., k - 1] - best[..., k]) / jnp.maximum(largest, 1e-30)
-    return jnp.min(margins, initial=jnp.inf, where=jnp.isfinite(margins))
+    last, following = best[..., k - 1], best[..., k]
+    margins = (last - following) / jnp.maximum(largest, 1e-30)
+    counts = jnp.isfinite(margins) & ((last != 0) | (following != 0))
+    return jnp.min(margins, initial=jnp.inf, where=counts)
 
 
 def _widened(x: Any) -> Any:

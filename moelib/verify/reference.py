@@ -131,11 +131,11 @@ def make_reference(probe: Probe, initial: Any) -> Reference:
 
 
 def _without_ties(plain: Plain, state: Any, drawn: Iterator[Batch]) -> tuple[Batch, str]:
-    """Returns the next batch without a tie of choices, or the last of a few and a text on its tie.
+    """Returns the next batch without a tie of choices, or the least tie of a few and a text on it.
 
     After a tie, sums in another order send a token to another expert, or a query to another key.
     """
-    state, text = state._replace(model=plain.layers_apart(state.model)), ""
+    state, ties = state._replace(model=plain.layers_apart(state.model)), []
     for batch in itertools.islice(drawn, _MAX_DRAWS):
         try:
             margins = plain(state, batch).margins
@@ -144,8 +144,9 @@ def _without_ties(plain: Plain, state: Any, drawn: Iterator[Batch]) -> tuple[Bat
         scope = min(margins, key=margins.__getitem__, default="")
         if not scope or margins[scope] > TOLERANCE:
             return batch, ""
-        text = f"{scope}: the scores of two choices for a token differ by {margins[scope]:.2g}"
-    return batch, text
+        ties.append((margins[scope], scope, batch))
+    margin, scope, batch = max(ties, key=lambda tie: tie[0])
+    return batch, f"{scope}: the scores of two choices for a token differ by {margin:.2g}"
 
 
 def _with_noise(params: Any, probe: Probe) -> Any:

@@ -11,8 +11,9 @@ from moelib.layers.embedding import Embedding
 from moelib.train.state import TrainerState
 from moelib.verify import reference, run
 from moelib.verify.batches import packed_batch
+from moelib.verify.float64 import in_float64
 from moelib.verify.outcome import CheckFailedError
-from moelib.verify.plain import Plain
+from moelib.verify.plain import Plain, Values
 from moelib.verify.reference import Reference, check_rounded_gradients, make_reference
 from moelib.verify.step_probe import Observed, Probe
 from tests import tiny as models
@@ -52,6 +53,30 @@ def test_a_batch_with_a_tie_of_experts_is_drawn_again(monkeypatch, tmp_path):
     assert all(batch["input_ids"].all() for batch in found.batches)
     assert min(found.expected.margins.values()) > reference.TOLERANCE
     assert "decoder/layer0/feed_forward/router" in next(iter(found.expected.margins))
+
+
+def test_of_batches_with_ties_the_least_tie_is_taken():
+    margins = iter([2e-7, 0.0, 6e-6, 3e-8, *[1e-7] * 20])
+
+    class OfTies:
+        layers_apart = staticmethod(lambda params: params)
+
+        def __call__(self, state, batch):
+            return Values({}, {}, {}, {}, [], {"router": next(margins)})
+
+    state = TrainerState(np.int32(0), None, {}, None)
+    batch, text = reference._without_ties(OfTies(), state, iter(range(24)))
+    assert batch == 2
+    assert text.endswith("differ by 6e-06")
+
+
+def test_two_zeros_are_no_tie():
+    """The scores of a ReLU: which of its zeros is chosen depends on no rounding."""
+    scores = np.float32([[0.5, 0.0, 0.0], [0.9, 0.7, 0.2]])
+    with jax.enable_x64(True):
+        _, margins = in_float64(lambda x: jax.lax.top_k(x, 2), scores)(scores)
+    (margin,) = margins.values()
+    np.testing.assert_allclose(margin, 0.5 / 0.9, rtol=1e-6)
 
 
 def test_a_tie_that_all_batches_have_is_named(monkeypatch, tmp_path):
