@@ -89,9 +89,9 @@ def _calibrated(run: PublishedRun) -> Calibrated:
 
 def _without_lockstep(estimate: Estimate) -> Estimate:
     """Returns an estimate whose ranks wait for their inputs only, unlike those of moelib."""
-    (low, high), (idle, lockstep) = estimate.seconds, estimate.idle
-    seconds = low, high * (1 - lockstep) / (1 - idle)
-    return dataclasses.replace(estimate, seconds=seconds, idle=(idle, idle))
+    idle, _ = estimate.idle
+    pipeline = dataclasses.replace(estimate.pipeline, idle=(idle, idle))
+    return dataclasses.replace(estimate, pipeline=pipeline)
 
 
 def range_of_others(found: Sequence[Calibrated], left_out: int) -> tuple[float, float]:

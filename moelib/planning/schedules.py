@@ -2,7 +2,7 @@
 
 import collections
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from moelib.core.config import did_you_mean
@@ -41,12 +41,11 @@ class Costs(NamedTuple):
 
     def of(self, kind: Pass) -> float:
         """Returns the time of a pass."""
-        return {
-            Pass.FORWARD: self.forward,
-            Pass.BACKWARD: self.input + self.weight,
-            Pass.INPUT_GRADIENT: self.input,
-            Pass.WEIGHT_GRADIENT: self.weight,
-        }[kind]
+        if kind is Pass.FORWARD:
+            return self.forward
+        if kind is Pass.WEIGHT_GRADIENT:
+            return self.weight
+        return self.input + (self.weight if kind is Pass.BACKWARD else 0.0)
 
 
 class TimedSlot(NamedTuple):
@@ -119,6 +118,23 @@ def _peak(rank: tuple[TimedSlot, ...], begins: tuple[Pass, ...], ends: tuple[Pas
     return peak
 
 
+class _Waiting(NamedTuple):
+    """A slot of a rank that has not begun."""
+
+    slot: Slot
+    tasks: list[tuple[int, Task]]  # Each after its stage.
+    inputs: set[Key]
+
+
+def _waiting(schedule: Schedule, num_ranks: int, rank: int, num: int) -> Iterator[_Waiting]:
+    """Yields the slots of a rank for some micro-batches, in order."""
+    for slot in slots(schedule, num_ranks, rank, num):
+        for part in parts_of(slot):
+            tasks = [(schedule.stage(num_ranks, rank, task.chunk), task) for task in part]
+            inputs = {key for each in tasks for key in inputs_of(schedule, num_ranks, *each)}
+            yield _Waiting(part, tasks, inputs)
+
+
 def simulate(
     schedule: Schedule,
     num_ranks: int,
@@ -140,20 +156,19 @@ def simulate(
     """
     check_microbatches(schedule, num_ranks, num_microbatches)
     costs = _of_each_stage(schedule, num_ranks, costs)
-    order = [slots(schedule, num_ranks, rank, num_microbatches) for rank in range(num_ranks)]
-    waiting = [collections.deque(part for slot in own for part in parts_of(slot)) for own in order]
+    waiting = [
+        collections.deque(_waiting(schedule, num_ranks, rank, num_microbatches))
+        for rank in range(num_ranks)
+    ]
     ranks = [list[TimedSlot]() for _ in range(num_ranks)]
     end: dict[Key, float] = {}
     while any(waiting):
         before = len(end), sum(map(len, waiting))
         for rank, (todo, done) in enumerate(zip(waiting, ranks, strict=True)):
-            while todo:
-                tasks = [(schedule.stage(num_ranks, rank, t.chunk), t) for t in todo[0]]
-                inputs = {key for each in tasks for key in inputs_of(schedule, num_ranks, *each)}
-                if not inputs <= end.keys():
-                    break
+            while todo and todo[0].inputs <= end.keys():
+                slot, tasks, inputs = todo.popleft()
                 begin = max([end[key] for key in inputs] + [x.end for x in done[-1:]], default=0.0)
-                done.append(TimedSlot(todo.popleft(), begin, begin + _slot_time(tasks, costs)))
+                done.append(TimedSlot(slot, begin, begin + _slot_time(tasks, costs)))
                 for stage, task in tasks:
                     if task.kind is not Pass.WEIGHT_GRADIENT:
                         key = key_of(stage, task)

@@ -9,6 +9,7 @@ import pytest
 from moelib.core.errors import UserError
 from moelib.planning import plan as plan_lib
 from moelib.planning.compiled.in_subprocess import CompileOptions, Outcome
+from moelib.planning.estimate.estimate import Estimate
 from moelib.planning.hardware.topologies import topology
 from moelib.planning.plan import plan
 from moelib.runtime.accelerators import ACCELERATORS
@@ -87,14 +88,20 @@ def test_impossible_arguments_are_refused(arguments, message):
         plan(**({"trainer_config": tiny_moe.config(), "topologies": "v6e:2x2"} | arguments))
 
 
+def _with_figures(estimate, **figures):
+    """Returns an estimate with other figures."""
+    fields = {field.name: getattr(estimate, field.name) for field in dataclasses.fields(estimate)}
+    return type("Changed", (Estimate,), figures)(**fields)
+
+
 @pytest.mark.parametrize(("share", "fits"), [(0.95, False), (0.85, True)])
 def test_a_nearly_full_device_does_not_fit(share, fits):
     (row,) = plan(tiny_moe.config(), "h100:1x8", mesh="data=8").rows
     capacity = int(row.bytes_held / share)
-    full = dataclasses.replace(row, capacity=capacity)
+    full = _with_figures(row, capacity=capacity)
     assert full.fits == fits
     assert ("within the estimate's error" in plan_lib._limit(full)) != fits
-    assert "lacks" in plan_lib._limit(dataclasses.replace(row, capacity=capacity // 2))
+    assert "lacks" in plan_lib._limit(_with_figures(row, capacity=capacity // 2))
 
 
 def test_the_best_are_compiled_with_their_candidates_config(outcomes, tmp_path):
@@ -163,7 +170,7 @@ def test_memory_that_more_devices_of_a_kind_do_not_reduce_is_found(outcomes):
 def test_a_step_bound_by_links_names_the_mesh_that_sends_less(links, count):
     found = plan(tiny_moe.config(), "v6e:2x2")
     first = found.rows[0]
-    times = lambda x: dataclasses.replace(
+    times = lambda x: _with_figures(
         first, seconds=(x, 2 * x), seconds_at_peak={"compute": 0.1, "links": x}, capacity=10**12
     )
     busy = [{"name": "links of fsdp", "seconds": 0.25}]

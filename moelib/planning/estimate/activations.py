@@ -53,7 +53,7 @@ class Saved:
 
     def times(self, factor: float) -> "Saved":
         """Returns the bytes times a factor."""
-        return Saved(*(value * factor for value in dataclasses.astuple(self)))
+        return Saved(self.split * factor, self.whole * factor, self.routed * factor)
 
     def _pairs(self, other: "Saved") -> list[tuple[float, float]]:
         return list(zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True))

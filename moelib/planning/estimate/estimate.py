@@ -9,10 +9,11 @@ rest. Times are bounds:
 All values are per step and device.
 """
 
+import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from moelib.parallel import sharding
@@ -22,7 +23,8 @@ from moelib.planning.estimate.activations import NONE
 from moelib.planning.estimate.candidates import Candidate
 from moelib.planning.estimate.links import Layout, Links, Traffic
 from moelib.planning.estimate.memory import Placement, at_peak
-from moelib.planning.estimate.pipeline import AXIS, Pipeline, pipeline_of
+from moelib.planning.estimate.pipeline import Pipeline, pipeline_of
+from moelib.planning.estimate.transfers import Transfer
 from moelib.planning.estimate.workload import Workload
 from moelib.planning.hardware.topologies import TopologyShape
 from moelib.runtime.accelerators import Accelerator, peak_flops_per_second
@@ -62,25 +64,12 @@ Range = tuple[float, float]  # (low, high)
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The estimate of a candidate's step, per device."""
+    """The estimate of a candidate's step, per device; a figure is computed when it is asked for."""
 
     candidate: Candidate
-    memory: Mapping[str, float]  # Bytes by category.
-    capacity: int  # Bytes of the device.
-    model_flops: float  # Without recomputation.
-    hardware_flops: float  # With recomputation, and with rows of experts that no token fills.
-    links_bytes: float  # Sent to devices of the slice.
-    network_bytes: float  # Sent to other slices.
-    seconds: Range  # Time of the step.
-    seconds_at_peak: Mapping[str, float]  # Of compute, HBM, links and network.
-    tokens: int  # Tokens per step, on all devices.
-    peak_flops: float  # FLOP/s of the device in the dtype of the computation.
+    on_mesh: "OnMesh"
+    pipeline: Pipeline
     dollars_per_hour: float  # Price of one device.
-    collectives: Mapping[str, float]  # Bytes of results by kind, as a compiled program has them.
-    idle: Range = (0.0, 0.0)  # Shares of the time in which a rank of a pipeline waits.
-    pipeline_bytes: float = 0.0  # Activations and their gradients sent to other ranks.
-    # Bytes that a rank keeps between passes, over those of 1F1B; 1 without deferred gradients.
-    kept_over_1f1b: float = 1.0
 
     def __repr__(self) -> str:
         topology, mesh = self.candidate.topology.name, self.candidate.mesh
@@ -88,14 +77,86 @@ class Estimate:
         return f"Estimate({topology}, {mesh}, {self.bytes_held / 2**30:.1f} GiB, {seconds})"
 
     @functools.cached_property
+    def memory(self) -> dict[str, float]:
+        """Bytes by category."""
+        return at_peak(self.on_mesh.placement.memory(self.candidate, self.pipeline))
+
+    @functools.cached_property
     def bytes_held(self) -> float:
         """Bytes of all categories."""
         return sum(self.memory.values())
 
     @property
+    def capacity(self) -> int:
+        """Bytes of the device."""
+        return self.on_mesh.accelerator.hbm_bytes
+
+    @property
     def fits(self) -> bool:
         """True if the memory fits the device, with the error of the estimate."""
         return self.bytes_held * (1 + MEMORY_ERROR) <= self.capacity
+
+    @property
+    def model_flops(self) -> float:
+        """FLOPs without recomputation."""
+        return self.on_mesh.work.model_flops * self.on_mesh.tokens
+
+    @property
+    def hardware_flops(self) -> float:
+        """FLOPs with recomputation, and with rows of experts that no token fills."""
+        return self.on_mesh.flops(self.candidate.remat) * self.on_mesh.tokens
+
+    @functools.cached_property
+    def _sent(self) -> Traffic:
+        return self.on_mesh.sent(self.candidate, self.pipeline)
+
+    @property
+    def links_bytes(self) -> float:
+        """Bytes sent to devices of the slice."""
+        return self._sent.links_bytes
+
+    @property
+    def network_bytes(self) -> float:
+        """Bytes sent to other slices."""
+        return self._sent.network_bytes
+
+    @property
+    def collectives(self) -> dict[str, float]:
+        """Bytes of results by kind, as a compiled program has them."""
+        return self.on_mesh.results(self.candidate, self.pipeline)
+
+    @property
+    def idle(self) -> Range:
+        """Shares of the time in which a rank of a pipeline waits."""
+        return self.pipeline.idle
+
+    @property
+    def pipeline_bytes(self) -> float:
+        """Bytes of activations and their gradients sent to other ranks."""
+        return self.on_mesh.pipeline_bytes(self.candidate, self.pipeline)
+
+    @property
+    def kept_over_1f1b(self) -> float:
+        """Bytes that a rank keeps between passes, over those of 1F1B; 1 if nothing is deferred."""
+        return self.on_mesh.kept_over_1f1b(self.candidate, self.pipeline)
+
+    @functools.cached_property
+    def seconds_at_peak(self) -> dict[str, float]:
+        """Times of compute, HBM, links and network at their peak rates."""
+        on_mesh, candidate, sent = self.on_mesh, self.candidate, self._sent
+        hbm = on_mesh.hbm_bytes(candidate) / on_mesh.accelerator.hbm_bytes_per_second
+        return {
+            "compute": on_mesh.compute_seconds(candidate.remat),
+            "HBM": hbm,
+            "links": sent.links_seconds,
+            "network": sent.network_seconds,
+        }
+
+    @functools.cached_property
+    def seconds(self) -> Range:
+        """Time of the step."""
+        layers = self.on_mesh.work.num_layers * self.candidate.num_microbatches
+        return _seconds(self.seconds_at_peak, layers, self.pipeline)
 
     @property
     def limit(self) -> str:
@@ -106,14 +167,14 @@ class Estimate:
     @property
     def tokens_per_second(self) -> Range:
         """Tokens per second per device."""
-        each = self.tokens / self.candidate.topology.num_devices
-        return each / self.seconds[1], each / self.seconds[0]
+        tokens, (low, high) = self.on_mesh.tokens, self.seconds
+        return tokens / high, tokens / low
 
     @property
     def mfu(self) -> Range:
         """Model FLOPs as a fraction of the peak."""
-        peak = self.peak_flops
-        return self.model_flops / self.seconds[1] / peak, self.model_flops / self.seconds[0] / peak
+        peak, (low, high) = self.on_mesh.peak_flops, self.seconds
+        return self.model_flops / high / peak, self.model_flops / low / peak
 
     @property
     def dollars_per_billion_tokens(self) -> Range:
@@ -129,7 +190,8 @@ class Estimate:
 
     def whole_run(self, tokens: float) -> tuple[Range, Range]:
         """Returns the (days, dollars) of a run over so many tokens."""
-        low, high = (second * tokens / self.tokens / 86_400 for second in self.seconds)
+        steps = tokens / self.on_mesh.work.tokens
+        low, high = (second * steps / 86_400 for second in self.seconds)
         least, most = (price * tokens / 1e9 for price in self.dollars_per_billion_tokens)
         return (low, high), (least, most)
 
@@ -146,56 +208,29 @@ class Estimator:
             prices: Dollars per device-hour, by accelerator.
         """
         self._work, self._rules, self._prices = work, rules, prices
-        self._by_mesh: dict[Any, _OnMesh] = {}
+        self._by_mesh: dict[Any, OnMesh] = {}
         self._layout = functools.cache(Layout)
         self._pipeline = functools.cache(functools.partial(pipeline_of, work))
 
     def __call__(self, candidate: Candidate) -> Estimate:
         """Returns the estimate of a candidate."""
-        work, topology = self._work, candidate.topology
-        key = topology.name, candidate.mesh
-        if key not in self._by_mesh:
-            self._by_mesh[key] = _OnMesh(work, candidate, self._rules, self._layout)
-        on_mesh = self._by_mesh[key]
-        placement, accelerator = on_mesh.placement, topology.accelerator
-        micro, tokens = candidate.num_microbatches, work.tokens / topology.num_devices
-        recomputed, ranks = work.recomputes(candidate.remat), candidate.mesh.parts([AXIS])
-        pipeline = self._pipeline(candidate.schedule, ranks, micro, recomputed=recomputed)
-        unfilled = (placement.slots - 1) * work.routed_flops * (work.routed_products + recomputed)
-        flops = work.model_flops + work.recomputed_flops(candidate.remat) + unfilled
-        sent, results = on_mesh.sent(candidate, tokens, pipeline)
-        # Forward, two gradients, and what is recomputed.
-        native = work.float8_flops * (3 + work.recomputes_matmuls(candidate.remat))
-        native -= work.untrained_float8_flops
-        seconds = (flops - native) / on_mesh.peak_flops + native / on_mesh.peak_float8
-        parts = {
-            "compute": seconds * tokens,
-            "HBM": on_mesh.hbm_bytes(candidate, tokens) / accelerator.hbm_bytes_per_second,
-            "links": sent.links_seconds,
-            "network": sent.network_seconds,
-        }
-        return Estimate(
-            candidate=candidate,
-            memory=at_peak(placement.memory(candidate, pipeline)),
-            capacity=accelerator.hbm_bytes,
-            model_flops=work.model_flops * tokens,
-            hardware_flops=flops * tokens,
-            links_bytes=sent.links_bytes,
-            network_bytes=sent.network_bytes,
-            seconds=_seconds(parts, work.num_layers * micro, pipeline),
-            seconds_at_peak=parts,
-            tokens=work.tokens,
-            peak_flops=on_mesh.peak_flops,
-            dollars_per_hour=self._prices.get(accelerator.name, accelerator.dollars_per_hour),
-            collectives=results,
-            idle=pipeline.idle,
-            pipeline_bytes=on_mesh.pipeline_bytes(candidate, pipeline),
-            kept_over_1f1b=on_mesh.kept_over_1f1b(candidate, pipeline),
+        key = candidate.topology.name, candidate.mesh
+        if (on_mesh := self._by_mesh.get(key)) is None:
+            on_mesh = OnMesh(self._work, candidate, self._rules, self._layout)
+            self._by_mesh[key] = on_mesh
+        pipeline = self._pipeline(
+            candidate.schedule,
+            on_mesh.placement.num_ranks,
+            candidate.num_microbatches,
+            recomputed=self._work.recomputes(candidate.remat),
         )
+        accelerator = on_mesh.accelerator
+        price = self._prices.get(accelerator.name, accelerator.dollars_per_hour)
+        return Estimate(candidate, on_mesh, pipeline, price)
 
 
-class _OnMesh:
-    """A workload on one mesh: its placement and its transfers."""
+class OnMesh:
+    """A workload on one mesh: its placement, its computation and its transfers, per device."""
 
     def __init__(
         self,
@@ -204,35 +239,40 @@ class _OnMesh:
         rules: sharding.Rules,
         layout: Callable[[TopologyShape, tuple[int, ...]], Layout],
     ) -> None:
-        self.placement = Placement(work, candidate, rules)
+        self.work, self.placement = work, Placement(work, candidate, rules)
         self._links = Links(candidate.topology, candidate.mesh, layout)
-        accelerator = candidate.topology.accelerator
+        self.accelerator = accelerator = candidate.topology.accelerator
         self._is_tpu = accelerator.platform == "tpu"
+        self.tokens = work.tokens / candidate.topology.num_devices  # An even share of a step's.
+        # Devices with the same tokens all count them.
+        self._held_tokens = self.tokens * self.placement.token_multiple
         peak = peak_flops_per_second(accelerator.device_kind, work.compute_dtype)
-        self.peak_flops = peak or accelerator.flops_per_second
+        self.peak_flops = peak or accelerator.flops_per_second  # In the dtype of the computation.
         float8 = peak_flops_per_second(accelerator.device_kind, "float8_e4m3fn")
-        self.peak_float8 = float8 or self.peak_flops
+        self._peak_float8 = float8 or self.peak_flops
         saved = work.saved[NONE]
         whole = saved.whole * self.placement.tensor_parts
         self._saved_bytes = saved.split + whole + saved.routed  # Per token.
         self._writes_scores = _writes_scores(work, accelerator)
-        self._units = functools.cache(self._fold)
+        self.compute_seconds = functools.cache(self._compute_seconds)
+        self._weights = functools.cache(self._weight_traffic)
+        self._token = functools.cache(self._token_traffic)
+        self._ranks = functools.cache(self._rank_traffic)
 
-    def _fold(self, remat: str, windowed: bool) -> list[tuple[Traffic, dict[str, float]]]:
-        """Returns (traffic, results) of one micro-batch's weights, and of one token."""
-        placement, is_tpu = self.placement, self._is_tpu
-        recomputed = placement.work.recomputes(remat)
-        kinds = (
-            transfers.weight_transfers(placement, remat, is_tpu=is_tpu, windowed=windowed),
-            transfers.token_transfers(placement, is_tpu=is_tpu),
-        )
-        return [
-            (
-                transfers.traffic(each, self._links, recomputed=recomputed),
-                transfers.results(each, placement, recomputed=recomputed),
-            )
-            for each in map(list, kinds)
-        ]
+    def flops(self, remat: str) -> float:
+        """Returns the FLOPs of a token, with those of recomputation and of unfilled rows."""
+        work = self.work
+        products = work.routed_products + work.recomputes(remat)
+        unfilled = (self.placement.slots - 1) * work.routed_flops * products
+        return work.model_flops + work.recomputed_flops(remat) + unfilled
+
+    def _compute_seconds(self, remat: str) -> float:
+        """Returns the seconds of a step's matmuls at their peak rates."""
+        # Forward, two gradients, and what is recomputed.
+        native = self.work.float8_flops * (3 + self.work.recomputes_matmuls(remat))
+        native -= self.work.untrained_float8_flops
+        others = self.flops(remat) - native
+        return (others / self.peak_flops + native / self._peak_float8) * self.tokens
 
     def pipeline_bytes(self, candidate: Candidate, pipeline: Pipeline) -> float:
         """Returns the bytes of activations and gradients that a rank sends to others in a step."""
@@ -246,27 +286,60 @@ class _OnMesh:
         num = min(candidate.num_microbatches, _IN_FLIGHT * num_ranks)
         return kept_over_1f1b(candidate.schedule, num_ranks, num, deferred)
 
-    def sent(
-        self, candidate: Candidate, tokens: float, pipeline: Pipeline
-    ) -> tuple[Traffic, dict[str, float]]:
-        """Returns the traffic and the bytes of results by kind of a step of a device's tokens."""
-        micro, placement = candidate.num_microbatches, self.placement
-        tokens *= placement.token_multiple
-        windowed = transfers.is_windowed(placement, candidate.topology, tokens / micro)
-        (weights, made), (token, routed) = self._units(candidate.remat, windowed)
-        results = {k: made.get(k, 0.0) * micro + routed.get(k, 0.0) * tokens for k in made | routed}
-        total = weights.times(micro) + token.times(tokens)
-        if placement.num_ranks == 1:
-            return total, results
-        sent = self.pipeline_bytes(candidate, pipeline)
-        between = [*transfers.rank_transfers(placement, sent, pipeline.filled)]
-        more = transfers.results(between, placement, recomputed=True)
-        return (
-            total + transfers.traffic(between, self._links, recomputed=True),
-            {k: results.get(k, 0.0) + more.get(k, 0.0) for k in results | more},
+    def _weight_transfers(self, remat: str, windowed: bool) -> Iterator[Transfer]:
+        """Yields the transfers of weights and gradients for one micro-batch."""
+        return transfers.weight_transfers(
+            self.placement, remat, is_tpu=self._is_tpu, windowed=windowed
         )
 
-    def hbm_bytes(self, candidate: Candidate, tokens: float) -> float:
+    def _token_transfers(self) -> Iterator[Transfer]:
+        """Yields the transfers of activations for one token."""
+        return transfers.token_transfers(self.placement, is_tpu=self._is_tpu)
+
+    def _weight_traffic(self, remat: str, windowed: bool) -> Traffic:
+        return transfers.traffic(self._weight_transfers(remat, windowed), self._links)
+
+    def _token_traffic(self, recomputed: bool) -> Traffic:
+        return transfers.traffic(self._token_transfers(), self._links, recomputed=recomputed)
+
+    def _rank_traffic(self, filled: float) -> tuple[Traffic, Traffic]:
+        """Returns what ranks send each other per step, and per byte of activations."""
+        placement, links = self.placement, self._links
+        of_byte = transfers.traffic([transfers.to_next_rank(1.0)], links)
+        return transfers.traffic(transfers.rank_transfers(placement, filled), links), of_byte
+
+    def _is_windowed(self, candidate: Candidate) -> bool:
+        tokens = self._held_tokens / candidate.num_microbatches
+        return transfers.is_windowed(self.placement, candidate.topology, tokens)
+
+    def sent(self, candidate: Candidate, pipeline: Pipeline) -> Traffic:
+        """Returns the traffic of a step."""
+        weights = self._weights(candidate.remat, self._is_windowed(candidate))
+        token = self._token(self.work.recomputes(candidate.remat))
+        total = weights.times(candidate.num_microbatches) + token.times(self._held_tokens)
+        if self.placement.num_ranks == 1:
+            return total
+        between, of_byte = self._ranks(pipeline.filled)
+        return total + between + of_byte.times(self.pipeline_bytes(candidate, pipeline))
+
+    def results(self, candidate: Candidate, pipeline: Pipeline) -> dict[str, float]:
+        """Returns the bytes of the results of a step's transfers by kind."""
+        weights = self._weight_transfers(candidate.remat, self._is_windowed(candidate))
+        sent = self.pipeline_bytes(candidate, pipeline)
+        recomputed = self.work.recomputes(candidate.remat)
+        total: dict[str, float] = collections.defaultdict(float)
+        for each, times in (
+            (weights, candidate.num_microbatches),
+            (self._token_transfers(), self._held_tokens),
+            (transfers.rank_transfers(self.placement, pipeline.filled), 1),
+            ([transfers.to_next_rank(sent)] if sent else [], 1),
+        ):
+            found = transfers.results(each, self.placement, recomputed=recomputed)
+            for kind, size in found.items():
+                total[kind] += size * times
+        return dict(total)
+
+    def hbm_bytes(self, candidate: Candidate) -> float:
         """Returns the bytes read from and written to HBM in a step.
 
         The state is read and written once. Gathered weights are written, then read forward, for
@@ -274,7 +347,7 @@ class _OnMesh:
         activations of a block are written and read forward, recomputed and backward.
         """
         placement, micro = self.placement, candidate.num_microbatches
-        work = placement.work
+        work, tokens = self.work, self.tokens
         state = 2 * (placement.parameters + placement.optimizer) + 8 * placement.trained_elements
         activations = 4 * self._saved_bytes * tokens
         passes, layers = (

@@ -57,6 +57,8 @@ class Placement:
         shares = self.mesh.parts(self.token_axes) * self.num_ranks
         self.token_multiple = candidate.topology.num_devices / shares
         self._sum_parameters()
+        self._saved = functools.cache(lambda remat: self._per_token(work.saved[remat]))
+        self._chunk = functools.cache(self._tokens_of_chunk)
 
     def _sum_parameters(self) -> None:
         """Sets the bytes per device of the state, and of weights as they are computed with."""
@@ -154,9 +156,9 @@ class Placement:
         A rank of a pipeline has its stages filled up to the largest.
         """
         work, tokens = self.work, self._tokens(candidate)
-        saved = self._bytes(work.saved[candidate.remat], tokens)
+        saved = tokens * self._saved(candidate.remat)
         weights = 0.0 if work.recomputes(candidate.remat) else self._saved_weights
-        unrouted, routed = self._block_bytes(tokens)
+        unrouted, routed = (tokens * size for size in self._block)
         in_blocks = work.block_size * work.num_blocks / work.num_layers
         largest, stages = max(pipeline.sizes), self.stage_bytes
         scheduled = candidate.schedule is not None
@@ -189,19 +191,20 @@ class Placement:
 
     def deferred_over_saved(self, candidate: Candidate) -> float:
         """Returns the bytes of a block's deferred weight gradient over its saved activations."""
-        tokens = self._tokens(candidate)
-        saved = self._bytes(self.work.saved[candidate.remat], tokens) / self.work.num_blocks
-        return _DEFERRED * sum(self._block_bytes(tokens)) / saved
+        saved = self._saved(candidate.remat) / self.work.num_blocks
+        return _DEFERRED * sum(self._block) / saved
 
     def _tokens(self, candidate: Candidate) -> float:
         """Returns the tokens of a device's micro-batch."""
         return candidate.batch_per_device * self.work.seq_len / self.parts["sequence"]
 
-    def _block_bytes(self, tokens: float) -> tuple[float, float]:
-        """Returns the bytes of a block's activations without recomputation, and of routed rows."""
+    @functools.cached_property
+    def _block(self) -> tuple[float, float]:
+        """Bytes per token of a block's activations without recomputation, and of routed rows."""
         block = self.work.block
-        unrouted = self._bytes(Saved(block.split, block.whole), tokens)
-        return unrouted, self._bytes(Saved(routed=block.routed), tokens)
+        return self._per_token(Saved(block.split, block.whole)), self._per_token(
+            Saved(routed=block.routed)
+        )
 
     def is_of_stage(self, leaf: Leaf) -> bool:
         """Returns whether a parameter belongs to the stages of a pipeline."""
@@ -232,9 +235,9 @@ class Placement:
         elements = batch_size * self.work.seq_len * self.work.dim
         return elements * self.work.compute_itemsize / self.parts["residual_sequence"]
 
-    def _bytes(self, saved: Saved, tokens: float) -> float:
-        routed = saved.routed * self._routed_multiple
-        return tokens * (saved.split / self.tensor_parts + saved.whole + routed)
+    def _per_token(self, saved: Saved) -> float:
+        """Returns the bytes that a device holds for one of its tokens."""
+        return saved.split / self.tensor_parts + saved.whole + saved.routed * self._routed_multiple
 
     def _logits(self, tokens: float) -> float:
         """Returns the bytes of a chunk's logits in float32, of the head, and of both gradients.
@@ -252,7 +255,7 @@ class Placement:
         """Size of a device's part of the vocabulary."""
         return self.work.vocab_size // self.parts["vocab"]
 
-    def _chunk(self, tokens: float) -> int:
+    def _tokens_of_chunk(self, tokens: float) -> int:
         """Returns the tokens of a chunk of the loss."""
         work = self.work
         held = held_logits(math.ceil(tokens), work.dim, self._vocab, work.loss_chunk_size)
@@ -276,6 +279,7 @@ _PHASES = (
     ("activations", "gradients", "block", "dispatch"),
     ("exchanged gradients",),
 )
+_ENDED = {phase: {x for each in _PHASES for x in each}.difference(phase) for phase in _PHASES}
 
 
 def at_peak(memory: Mapping[str, float]) -> dict[str, float]:
@@ -285,6 +289,5 @@ def at_peak(memory: Mapping[str, float]) -> dict[str, float]:
     decoder has gradients and the arrays of a block. At the end of a step, ranks of a pipeline
     exchange gradients.
     """
-    peak = max(_PHASES, key=lambda phase: sum(map(memory.__getitem__, phase)))
-    ended = {name for phase in _PHASES for name in phase}.difference(peak)
+    ended = _ENDED[max(_PHASES, key=lambda phase: sum(map(memory.__getitem__, phase)))]
     return {name: 0.0 if name in ended else size for name, size in memory.items()}

@@ -1,5 +1,6 @@
 """The sweep: estimates of every candidate on every topology, without compiling."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -49,7 +50,7 @@ def sweep(
         cfg = cfg.clone(mesh_shape=sizes)
     rules, work = rules_of(cfg), read_workload(cfg)
     estimator = Estimator(work, rules, prices or {})
-    best: dict[Any, Estimate] = {}
+    best: list[Estimate] = []
     refused: dict[str, None] = {}  # An ordered set.
     num = 0
     for shape in shapes:
@@ -63,13 +64,11 @@ def sweep(
             refused[str(error)] = None
             continue
         num += len(found)
-        for candidate in found:
-            estimate, key = estimator(candidate), (candidate.topology.name, candidate.mesh)
-            if key not in best or _rank(estimate) < _rank(best[key]):
-                best[key] = estimate
+        for _, of_mesh in itertools.groupby(found, lambda candidate: candidate.mesh):
+            best.append(min(map(estimator, of_mesh), key=_rank))
     if not best:
         raise UserError(" ".join(refused))
-    return Sweep(tuple(_sorted(best.values())), num, tuple(refused))
+    return Sweep(tuple(_sorted(best)), num, tuple(refused))
 
 
 def _rank(estimate: Estimate) -> tuple[bool, float, int]:

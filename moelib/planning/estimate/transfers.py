@@ -4,10 +4,11 @@ Weights are gathered, or passed on in windowed matmuls, forward, for recomputati
 their gradients reduced and scattered. Tokens are sent to experts that stay in place, and back.
 """
 
+import collections
 import functools
 import math
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moelib.layers.attention.on_mesh import ring_plan
 from moelib.planning.estimate.links import Links, Traffic
@@ -134,13 +135,12 @@ def is_windowed(placement: Placement, topology: TopologyShape, tokens: float) ->
     """Returns whether XLA makes windowed matmuls of dense layers; tokens are those of a device."""
     chip, n, mesh = topology.accelerator, topology.num_devices, placement.mesh
     least, most = _WINDOWED_DEVICES
-    enough = _WINDOWED_TOKENS_PER_FLOP_PER_SECOND * chip.flops_per_second
     return (
         chip.platform == "tpu"
         and topology.num_slices == 1
         and (2 * least if chip.name == "v5p" else least) <= n <= most
         and mesh.parts(placement.axes.get("embed", ())) == n
-        and tokens * n >= enough
+        and tokens * n >= _WINDOWED_TOKENS_PER_FLOP_PER_SECOND * chip.flops_per_second
     )
 
 
@@ -285,20 +285,23 @@ def _mean_destinations(num_experts: int, num_experts_per_token: int, n: int) -> 
 # -- Pipelines -----------------------------------------------------------------------------------
 
 
-def rank_transfers(placement: Placement, sent: float, filled: float) -> Iterator[Transfer]:
-    """Yields the transfers between ranks of a pipeline in a step.
+def to_next_rank(sent: float) -> Transfer:
+    """Returns the transfer of the activations and gradients that a rank sends, in bytes."""
+    return Transfer("collective-permute", (AXIS,), sent)
+
+
+def rank_transfers(placement: Placement, filled: float) -> Iterator[Transfer]:
+    """Yields the transfers of parameters between ranks of a pipeline in a step.
 
     Ranks exchange parts of layers for their own before a step, and gradients after it.
 
     Args:
         placement: A workload on a mesh.
-        sent: Bytes of activations and their gradients that a rank sends.
         filled: Blocks of a rank, over an even share of all.
     """
     if placement.num_ranks == 1:
         return
     stage, outer = placement.stage_bytes, placement.outer_bytes
-    yield Transfer("collective-permute", (AXIS,), sent)
     yield Transfer("all-to-all", (AXIS,), filled * (stage.weights + stage.gradients))
     yield Transfer("all-gather", (AXIS,), outer.weights)
     yield Transfer("all-reduce", (AXIS,), outer.gradients)
@@ -316,14 +319,14 @@ _TRAFFIC = {
 }
 
 
-def traffic(transfers: Iterable[Transfer], links: Links, *, recomputed: bool) -> Traffic:
+def traffic(transfers: Iterable[Transfer], links: Links, *, recomputed: bool = True) -> Traffic:
     """Returns the traffic of transfers, with or without those of recomputation."""
-    each = (
-        _TRAFFIC[x.kind](links, x.axes, x.bytes).times(x.times)
-        for x in transfers
-        if recomputed or x.phase != "recomputed"
-    )
-    return sum(each, Traffic())
+    # Traffic is proportional to bytes.
+    sums: dict[tuple[Any, tuple[str, ...]], float] = collections.defaultdict(float)
+    for each in transfers:
+        if recomputed or each.phase != "recomputed":
+            sums[_TRAFFIC[each.kind], each.axes] += each.bytes * each.times
+    return sum((of(links, axes, size) for (of, axes), size in sums.items()), Traffic())
 
 
 def results(

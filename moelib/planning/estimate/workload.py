@@ -127,7 +127,7 @@ class Workload:
         """Layers before the blocks, each recomputed as a whole."""
         return self.num_layers - self.block_size * self.num_blocks
 
-    @property
+    @functools.cached_property
     def block(self) -> Saved:
         """Saved activations of a block without remat, if all layers save as much."""
         return self.saved[NONE].times(self.block_size / self.num_layers)
