@@ -4,6 +4,8 @@ A folder holds `request.json`, the settings that made it, written last; others a
 """
 
 import dataclasses
+import glob
+import hashlib
 import logging
 import os
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from moelib.data.tokens.chat.template import ChatTemplate, find_template, warn_o
 from moelib.data.tokens.prepare import prepare
 from moelib.data.tokens.token_store import META, TokenStore
 from moelib.data.tokens.tokenizer import Tokenizer
+from moelib.huggingface.pretrained import FILES
 from moelib.huggingface.published_tokenizer import read_tokenizer
 from moelib.inference.conversation import ChatFormat
 from moelib.models.objective import pair_log_probs
@@ -37,6 +40,7 @@ from moelib.tasks.rollout_input import RolloutInput, log_probs, write_prompts, w
 logger = logging.getLogger(__name__)
 
 _REQUEST = "request.json"
+_NUM_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16  # Of each file of a model.
 
 
 def input_of(settings: FineTuning, model: Any) -> Input.Config:
@@ -148,8 +152,10 @@ def _made(settings: FineTuning, folder: str, write: _Write) -> None:
     """
     records, tokenizer, template = _opened(settings)
     options = chat_options(template, records, max_length=settings.seq_len)
-    names = ("objective", "model", "seq_len", "dtype")
+    names = ["objective", "seq_len", "dtype"]
+    names += ["max_new_tokens"] * (settings.objective != "dpo")  # Longer prompts are left out.
     request = {name: getattr(settings, name) for name in names} | {
+        "model": _digest(settings),
         "records": fingerprint(records.parts()),
         "template": options.template,
     }
@@ -181,6 +187,23 @@ def _made(settings: FineTuning, folder: str, write: _Write) -> None:
     tokenizer.chat_template = options.template
     tokenizer.save(folder)
     storage.write_json(path, request)
+
+
+def _digest(settings: FineTuning) -> str:
+    """Returns a hash of the model's files that the data depend on: of sizes and samples."""
+    digest, names = hashlib.sha256(), [*FILES]
+    if settings.objective == "dpo":  # Of the weights, too.
+        names += glob.glob("*.safetensors", root_dir=settings.model)
+    for name in sorted(names):
+        path = os.path.join(settings.model, name)
+        if os.path.exists(path):
+            num_bytes = os.path.getsize(path)
+            digest.update(f"{name} {num_bytes} ".encode())
+            with open(path, "rb") as file:
+                for begin in range(0, num_bytes, max(num_bytes // _NUM_SAMPLES, _SAMPLE_BYTES)):
+                    file.seek(begin)
+                    digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def _write_pairs(

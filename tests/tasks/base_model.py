@@ -11,12 +11,12 @@ MODEL |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads
 MODEL |= {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
-def save_base(folder):
+def save_base(folder, seed=0):
     """Writes the model with random weights; returns its tokenizer, of bytes."""
     tokenizer = ByteTokenizer.default_config().instantiate()
     cfg = read_model(MODEL, "MODEL")[1]
     params = jax.jit(cfg.instantiate(parent=None).initialize_parameters_recursively)(
-        jax.random.key(0)
+        jax.random.key(seed)
     )
     save_pretrained(str(folder), cfg, params, tokenizer=tokenizer)
     return tokenizer

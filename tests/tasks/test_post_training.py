@@ -5,6 +5,7 @@ import http.server
 import json
 import math
 import pathlib
+import shutil
 import threading
 import time
 
@@ -347,8 +348,22 @@ def test_data_of_another_request_are_not_used(folder, tmp_path):
     finetune_config(settings(folder, tmp_path / "run", "grpo"))
     with pytest.raises(UserError, match="made with another seq_len"):
         finetune_config(settings(folder, tmp_path / "run", "grpo", seq_len=65))
+    with pytest.raises(UserError, match="made with another max_new_tokens"):
+        finetune_config(settings(folder, tmp_path / "run", "grpo", max_new_tokens=5))
     with pytest.raises(UserError, match="needs a reward"):
         finetune_config(settings(folder, tmp_path / "run", "grpo", reward=None))
+
+
+def test_the_reference_of_other_weights_at_the_same_path_is_not_used(folder, tmp_path):
+    save_base(tmp_path / "model")
+    given = settings(folder, tmp_path / "run", "dpo")
+    given = dataclasses.replace(given, model=str(tmp_path / "model"))
+    for _ in range(2):
+        finetune_config(given)
+    shutil.rmtree(tmp_path / "model")
+    save_base(tmp_path / "model", seed=1)
+    with pytest.raises(UserError, match=r"run\.data was made with another model"):
+        finetune_config(given)
 
 
 # -- A server --------------------------------------------------------------------------------------
