@@ -44,21 +44,23 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
         {"prompt": "..." or messages, "completion": "..." or messages}
         {"instruction": "...", "input": "...", "output": "..."}
 
-    Other keys are ignored.
+    A completion that begins with the messages of the prompt is the whole conversation. Other keys
+    are ignored.
 
     Raises:
-        RecordError: If it has no such form, an unknown role, an empty message, or no message of an
-            assistant.
+        RecordError: If it has no such form, an unknown role, an empty message, no message of an
+            assistant, or a completion that asks again.
     """
-    given = {name: value for name, value in record.items() if value is not None}
+    given, num_asked = {name: value for name, value in record.items() if value is not None}, 0
     if "messages" in given:
         messages = _listed(given["messages"], "messages")
     elif "conversations" in given:
         listed = _listed(given["conversations"], "conversations")
         messages = [_of_sharegpt(x, f"conversations[{i}]") for i, x in enumerate(listed)]
     elif {"prompt", "completion"} <= given.keys():
-        sides = ("prompt", "user"), ("completion", "assistant")
-        messages = [x for name, role in sides for x in _side(given[name], role, name)]
+        asked = _side(given["prompt"], "user", "prompt")
+        messages = [*asked, *_side(given["completion"], "assistant", "completion")]
+        num_asked = len(asked)
     elif {"instruction", "output"} <= given.keys():
         asked = [_text(given[x], x) for x in ("instruction", "input") if given.get(x)]
         asked = _side("\n\n".join(asked), "user", "instruction")
@@ -74,9 +76,25 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
     if tools is not None and not isinstance(tools, list):
         raise RecordError("no list of tools", f"tools is {tools!r:.80}")
     checked = [_checked(i, message) for i, message in enumerate(messages)]
+    if num_asked:
+        checked = _joined(checked[:num_asked], checked[num_asked:])
     if not any(message["role"] == "assistant" for message in checked):
         raise RecordError("no message of an assistant")
     return Conversation(checked, tools or None)
+
+
+def _joined(prompt: list[dict[str, Any]], completion: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the conversation of a prompt and a completion, which may repeat the prompt."""
+    if completion[: len(prompt)] == prompt:
+        return completion
+    asks = completion[0]["role"] in ("system", "developer", "user")
+    if asks and prompt[-1]["role"] == "user":
+        raise RecordError(
+            "two questions",
+            f"a message of the {completion[0]['role']} follows the prompt; remove prompt if the "
+            "answer is a whole conversation",
+        )
+    return prompt + completion
 
 
 def _listed(value: Any, name: str) -> list[Any]:

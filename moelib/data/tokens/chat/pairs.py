@@ -34,8 +34,9 @@ def read_pairs(
 ) -> Iterator[Pair]:
     """Yields the pairs of a source.
 
-    A record is {"prompt", "chosen", "rejected"}, each a text or messages; or, without a prompt,
-    "chosen" and "rejected" are whole conversations that differ in their last message.
+    A record is {"prompt", "chosen", "rejected"}, each a text or messages; or "chosen" and
+    "rejected" are whole conversations that differ in their last message, without a prompt or with
+    one that they begin with.
 
     Args:
         source: Records.

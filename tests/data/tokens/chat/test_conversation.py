@@ -21,6 +21,13 @@ USER, ANSWER = {"role": "user", "content": "u"}, {"role": "assistant", "content"
         ),
         ({"prompt": "u", "completion": "a"}, [USER, ANSWER]),
         ({"prompt": [USER], "completion": [ANSWER]}, [USER, ANSWER]),
+        # TRL's implicit prompt.
+        ({"prompt": "u", "completion": [USER | {"name": None}, ANSWER]}, [USER, ANSWER]),
+        ({"prompt": [USER], "completion": [USER, ANSWER]}, [USER, ANSWER]),
+        (
+            {"prompt": [USER, ANSWER], "completion": [USER | {"content": "v"}, ANSWER]},
+            [USER, ANSWER, USER | {"content": "v"}, ANSWER],
+        ),
         ({"instruction": "u", "input": "", "output": "a"}, [USER, ANSWER]),
         (
             {"instruction": "u", "input": "v", "output": "a"},
@@ -48,6 +55,7 @@ def test_tools_and_their_calls_are_kept():
         ({"messages": "hello"}, "no list of messages", "'hello'"),
         ({"prompt": "a", "completion": None}, "no conversation", "completion: null"),
         ({"prompt": float("nan"), "completion": "a"}, "no list of messages", "prompt is nan"),
+        ({"prompt": "a", "completion": [USER, ANSWER]}, "two questions", "user follows the prompt"),
         ({"messages": ["a"]}, "a message that is no object", "messages[0] is 'a'"),
         ({"messages": [USER]}, "no message of an assistant", ""),
         (
