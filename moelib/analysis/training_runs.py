@@ -68,6 +68,11 @@ def read_curve(folder: str, metric: str = TRAINING) -> LossCurve:
     cfg = config_text.parse(read_text(path), source=f"{path}:")
     if "vocab_size" not in cfg.model:
         raise UserError(f"{path}: model is no language model; name runs of language models.")
+    sizes = ("input", "input.seq_len", "input.global_batch_size")
+    if any(path in sizes for phase in cfg.phases.values() for path in phase.changes):
+        raise UserError(
+            f"{path}: a phase changes the tokens per step, and so the FLOPs; name runs without it."
+        )
     batch = cfg.input.global_batch_size * cfg.input.seq_len  # Positions per step.
     cost = model_cost(cfg.model.instantiate(parent=None), seq_len=cfg.input.seq_len)
     found = _columns(folder, (metric, "step_seconds", "num_tokens"))

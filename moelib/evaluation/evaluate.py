@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any, overload
@@ -24,6 +25,8 @@ from moelib.runtime.processes import on_process_0
 from moelib.runtime.progress import Progress
 from moelib.tasks.run import Examples, evaluate_task
 from moelib.tasks.task import Task
+
+logger = logging.getLogger(__name__)
 
 
 @overload
@@ -107,7 +110,7 @@ def evaluate_model(
         limit: Number of questions of each task and documents of each corpus; None for all.
         lm_eval: Whether the tasks are lm-eval's, which must be installed.
         include_path: Folder of further task files for lm-eval.
-        max_length: Maximum number of tokens of a sequence; None for the model's.
+        max_length: Maximum number of tokens of a sequence; None for that of the model at each step.
         batch_tokens: Number of tokens of a batch, padding included.
         output: Folder for results.json, results.csv and, of several steps, results.png, which
             process 0 writes; results are kept if a later step fails. None writes nothing.
@@ -118,8 +121,8 @@ def evaluate_model(
     _check_what(model, tasks, corpus)
     if tasks and not lm_eval and data_dir is None:
         raise UserError("tasks need data_dir (--data_dir), the folder of the benchmarks' files.")
-    max_length = model.max_length if max_length is None else max_length
-    if max_length is None:
+    length = model.max_length if max_length is None else max_length
+    if length is None:
         raise UserError(
             f"{model.folder} does not state the length of sequences that the model was trained on; "
             "set max_length (--max_length)."
@@ -127,15 +130,12 @@ def evaluate_model(
     scorer = Scorer(
         model=model.model,
         vocab_size=model.tokenizer.vocab_size,
-        max_length=max_length,
+        max_length=length,
         batch_tokens=batch_tokens,
         mesh=model.mesh,
     )
     options = {"num_fewshot": num_fewshot, "limit": limit, "fewshot_seed": fewshot_seed}
-    evaluations = [
-        corpus_evaluation(path, model.tokenizer, max_length=max_length, limit=limit)
-        for path in corpus
-    ]
+    evaluations = _of_corpora(corpus, model, length, limit)
     manager = _lm_eval_manager(tasks, include_path) if lm_eval else None
     if manager is None:
         evaluations += [
@@ -144,7 +144,7 @@ def evaluate_model(
     _check_output(output)  # After the data, whose errors are those of a first attempt too.
     record = {
         "folder": model.folder,
-        "max_length": max_length,
+        "max_length": length,
         "dtype": model.dtype,
         "lm_eval": lm_eval,
         **options,
@@ -153,12 +153,25 @@ def evaluate_model(
         },
     }
     results: list[Result] = []
+    lengths: dict[int | None, int] = {}  # By step.
     for step in steps or [model.step]:
         if step != model.step:
             model = dataclasses.replace(model, parameters={})  # Frees those of the previous step.
             model = model.at_step(step)
             # Another model if the run's config changed between the steps.
             scorer = dataclasses.replace(scorer, model=model.model)
+        if max_length is None and model.max_length not in (None, length):
+            length = model.max_length
+            scorer = dataclasses.replace(scorer, max_length=length)
+            evaluations[: len(corpus)] = _of_corpora(corpus, model, length, limit)
+        lengths[model.step] = length
+        if len({*lengths.values()}) > 1:
+            record["max_length"] = lengths
+            logger.warning(
+                "steps have max_length as in their training, %s, so that their results differ by "
+                "it too; set max_length (--max_length) for the same at all steps.",
+                lengths,
+            )
         with model.on_mesh():
             found = _scored(model, scorer, evaluations)
             if manager is not None:
@@ -172,6 +185,15 @@ def evaluate_model(
     return results
 
 
+def _of_corpora(
+    corpus: Sequence[str], model: LoadedModel, length: int, limit: int | None
+) -> list[Evaluation]:
+    """Returns the evaluations on texts, in windows of `length` tokens."""
+    return [
+        corpus_evaluation(path, model.tokenizer, max_length=length, limit=limit) for path in corpus
+    ]
+
+
 def _scored(
     model: LoadedModel, scorer: Scorer, evaluations: Sequence[Evaluation]
 ) -> dict[str, Metrics]:
@@ -183,7 +205,14 @@ def _scored(
 
 
 def _num_tokens_read(model: LoadedModel) -> int | None:
-    """Returns the number of tokens that a run had read, padding included; None if unknown."""
+    """Returns the number of tokens that a run had read, padding included; None if unknown.
+
+    It is unknown in a later phase, or after another change of the input: earlier sizes are not
+    recorded.
+    """
+    position = model.record and model.record.input
+    if getattr(model.config, "phase", None) is not None or "begin" in (position or {}):
+        return None
     cfg = model.config and model.config.input
     batch_size, seq_len = getattr(cfg, "global_batch_size", None), getattr(cfg, "seq_len", None)
     if model.step is None or batch_size is None or seq_len is None:

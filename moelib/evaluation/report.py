@@ -104,9 +104,8 @@ def plot_results(path: str, title: str, results: Sequence[Result]) -> None:
 
 
 def _add_token_axis(axes: Any, results: Sequence[Result]) -> None:
-    known = [r.tokens / r.step for r in results if r.tokens and r.step]
-    if known:
-        scale = known[0]
+    scales = {r.tokens / r.step if r.tokens and r.step else None for r in results}
+    if len(scales) == 1 and (scale := scales.pop()) is not None:
         axes.secondary_xaxis(
             "top", functions=(lambda step: step * scale, lambda tokens: tokens / scale)
         ).set_xlabel("tokens")

@@ -9,6 +9,7 @@ import pytest
 from moelib.analysis.training_runs import TRAINING, VALIDATION, default_metric, read_curve, select
 from moelib.core.errors import UserError
 from moelib.models.cost import model_cost
+from moelib.runs.phases import Phase
 from tests.analysis.runs import config, write_run
 
 
@@ -65,6 +66,9 @@ def test_runs_that_cannot_be_read_are_named(tmp_path):
         read_curve(folder, "other")
     with pytest.raises(UserError, match=r"none/config.txt cannot be read"):
         read_curve(str(tmp_path / "none"))
+    long = Phase.default_config().set(after_step=200, changes={"input.seq_len": 256})
+    with pytest.raises(UserError, match=r"phased/config.txt: a phase changes the tokens per step"):
+        read_curve(write_run(tmp_path / "phased", config().set(phases={"long": long}), [4.0]))
 
 
 def test_a_run_that_has_just_begun_has_no_loss(tmp_path):

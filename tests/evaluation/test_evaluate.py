@@ -15,6 +15,7 @@ import pytest
 import tokenizers
 
 from moelib.checkpoint.contents import CheckpointRecord
+from moelib.core import config_text
 from moelib.core.errors import UserError
 from moelib.data.batches.lm_input import InputMode, LMInput
 from moelib.data.sources.source import InMemorySource
@@ -26,6 +27,7 @@ from moelib.evaluation.evaluate import evaluate
 from moelib.evaluation.evaluations import Metric
 from moelib.evaluation.report import results_of, results_table
 from moelib.runs.loading import load_model
+from moelib.runs.phases import Phase, applied
 from moelib.train import convert
 from tests import tiny
 from tests.evaluation import folders
@@ -114,6 +116,25 @@ def test_each_step_is_evaluated_with_the_config_that_trained_it(run, model, tmp_
     want = values(evaluate(copy(3), **what))
     got = values(evaluate(copy(2), **what, steps=[2, 3]))
     assert got == want | values(evaluate(model, **what))
+
+
+def test_steps_of_a_phase_have_its_length_and_an_unknown_number_of_tokens(run, tmp_path, caplog):
+    shutil.copytree(run, tmp_path / "run")
+    path = str(tmp_path / "run/checkpoints/step_00000003")
+    record = CheckpointRecord.read(path)
+    short = Phase.default_config().set(after_step=2, changes={"input.seq_len": 32})
+    cfg = config_text.parse(record.config, source="").set(phases={"short": short}, phase="short")
+    dataclasses.replace(record, config=applied(cfg).debug_string()).write(path)
+    copy = lambda step: load_model(str(tmp_path / "run"), step=step)
+    want = values(evaluate(copy(3), corpus=[CORPUS], max_length=32))
+    assert not caplog.records
+    for first in (2, 3):
+        out = tmp_path / f"out{first}"
+        found = evaluate(copy(first), corpus=[CORPUS], steps=[2, 3], output=str(out))
+        assert values(found).items() >= want.items()
+        assert {(r.step, r.tokens) for r in found} == {(2, 2 * 8 * 64), (3, None)}
+        assert json.loads((out / "results.json").read_text())["max_length"] == {"2": 64, "3": 32}
+        assert "{2: 64, 3: 32}, so that" in caplog.text
 
 
 def test_a_corpus_and_a_task_whose_contexts_are_cut(model, tmp_path):
