@@ -18,7 +18,7 @@ from moelib.core import tree
 from moelib.core.config import REQUIRED, Required, config_class, maybe_instantiate
 from moelib.core.errors import UserError
 from moelib.core.tree import Batch
-from moelib.data.batches.input import BatchIterator, Input, State, check_rows, check_state
+from moelib.data.batches.input import Input, State, StepBatches, check_rows
 from moelib.data.batches.lm_input import InputMode
 from moelib.data.hashing import random_permutation
 
@@ -120,7 +120,7 @@ class TaskInput(Input):
 
     def batch(self, step: int, rows: range) -> Batch:
         """Returns some rows of a batch."""
-        first = step * self.config.global_batch_size
+        first = self.first_example(step)
         indices = [first + row for row in rows]
         if self.config.mode is InputMode.TRAIN:
             return {"batch": self._collated([self._training_example(i) for i in indices])}
@@ -168,56 +168,44 @@ class TaskInput(Input):
         return arrays
 
 
-class TaskBatches(BatchIterator):
+class TaskBatches(StepBatches):
     """One host's batches of a `TaskInput`."""
-
-    def __init__(self, source: TaskInput, rows: range) -> None:
-        """Starts at the first batch; `rows` are those of this host."""
-        self._source, self._rows, self._step = source, rows, 0
-        self.can_seek = not source.reads_parameters
-
-    def seek(self, position: int) -> None:
-        """Goes to a batch."""
-        self._step = position
 
     def __next__(self) -> Batch:
         """Returns this host's rows of the next batch."""
-        number = self._source.num_batches
-        if number is not None and self._step >= number:
+        number = self.source.num_batches
+        if number is not None and self.step >= number:
             raise StopIteration
-        batch = self._source.batch(self._step, self._rows)
-        self._step += 1
-        return batch
+        return super().__next__()
 
     def state(self) -> State:
         """Returns the position after the batches returned so far."""
-        source = self._source
-        return {
-            "step": self._step,
-            "input": source.identity,
-            "examples_per_epoch": source.num_examples,
-        }
+        return {**super().state(), "examples_per_epoch": self.source.num_examples}
 
     def restore(self, state: State) -> None:
         """Goes to a saved position. Raises UserError if it belongs to other examples.
 
         Within an epoch whose examples depend on parameters, which are then made again, it warns.
         """
-        source, batch_size = self._source, self._source.config.global_batch_size
-        check_state(state, source.identity)
-        self._step = state["step"]
+        super().restore(state)
+        source, batch_size = self.source, self.source.config.global_batch_size
         source.num_examples = source.num_examples or state.get("examples_per_epoch", 0)
         if not source.reads_parameters or not source.num_examples:
             return
-        per_epoch = source.num_examples // batch_size
-        epoch, steps = divmod(self._step, per_epoch)
-        if steps:
+        epoch, at = divmod(source.first_example(self.step), source.num_examples)
+        if at:
             logger.warning(
                 "step %d is within epoch %d: examples(epoch, params) is called again, with the "
                 "parameters of this step instead of step %d, so that the run differs from an "
                 "uninterrupted one; save at the ends of epochs: save_every=%d.",
-                *(self._step, epoch, self._step - steps, per_epoch),
+                *(self.step, epoch, self.step - at // batch_size),
+                source.num_examples // batch_size,
             )
+
+    def follow(self, state: State) -> None:
+        """Goes to the batch after those of another input, and to the examples after its own."""
+        self.source.num_examples = self.source.num_examples or state.get("examples_per_epoch", 0)
+        super().follow(state)
 
 
 def _checked(examples: Any) -> Sequence[Any]:

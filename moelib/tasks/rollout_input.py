@@ -152,6 +152,15 @@ class RolloutInput(Input):
         settings = {name: getattr(cfg, name) for name in names}
         return {"prompts": self._digest, "reward": cfg.reward, **settings}
 
+    def examples_taken(self, identity: State, num_steps: int) -> dict[str, int]:
+        """Returns the number of prompts of the rollouts of some steps, by their order."""
+        if "prompts" not in identity:
+            return {}
+        size, per_rollout = identity["global_batch_size"], identity["steps_per_rollout"]
+        num_answers = -(-num_steps // per_rollout) * per_rollout * size
+        order = f"prompts={identity['prompts']} seed={identity['seed']}"
+        return {order: num_answers // identity["group_size"]}
+
     def iterator(self, rows: range | None = None) -> "_Rollouts":
         """Returns some rows of each batch."""
         return _Rollouts(self, check_rows(rows, self.config.global_batch_size))
@@ -159,7 +168,7 @@ class RolloutInput(Input):
     def batch(self, step: int, rows: range) -> Batch:
         """Returns some rows of a batch; all processes must call it."""
         cfg = self.config
-        number, part = divmod(step, cfg.steps_per_rollout)
+        number, part = divmod(step - self.begin.step, cfg.steps_per_rollout)
         if self._made[0] != number:
             self._made = number, self._rollout(number)
         first = part * cfg.global_batch_size
@@ -173,7 +182,8 @@ class RolloutInput(Input):
         if policy is None:
             raise UserError("There are no parameters to draw answers with; train on this input.")
         prompts = [self.prompts[i] for i in self._chosen(number) for _ in range(cfg.group_size)]
-        seeds = (random_bits(len(prompts), cfg.seed, number) >> np.uint64(33)).tolist()
+        of_run = self.begin.step + number  # Another for each rollout.
+        seeds = (random_bits(len(prompts), cfg.seed, of_run) >> np.uint64(33)).tolist()
         answers = self._answers([prompt["ids"] for prompt in prompts], seeds, policy)
         stops = {*self._stop_ids}
         texts = [self.tokenizer.decode([i for i in x.ids if i not in stops]) for x in answers]
@@ -188,9 +198,9 @@ class RolloutInput(Input):
     def _chosen(self, number: int) -> list[int]:
         """Returns the indices of the prompts of a rollout."""
         num, count = len(self.prompts), self._rows_per_rollout // self.config.group_size
+        first = self.first_example(self.begin.step + number * self.config.steps_per_rollout)
         order = functools.cache(lambda epoch: random_permutation(num, self.config.seed, epoch))
-        numbers = range(number * count, (number + 1) * count)
-        return [int(order(i // num)[i % num]) for i in numbers]
+        return [int(order(i // num)[i % num]) for i in range(first, first + count)]
 
     def _answers(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], policy: Any
@@ -299,7 +309,8 @@ class _Rollouts(StepBatches):
 
     def restore(self, state: State) -> None:
         super().restore(state)
-        if within := self.step % self.source.config.steps_per_rollout:
+        source = self.source
+        if within := (self.step - source.begin.step) % source.config.steps_per_rollout:
             logger.warning(
                 "step %d is within a rollout, whose answers are drawn again with the parameters of "
                 "this step instead of step %d, so that the run differs from an uninterrupted one; "

@@ -210,6 +210,29 @@ def test_damaged_prompts_are_named_and_changed_ones_are_other_data(tmp_path):
             made.config.instantiate()
 
 
+def test_another_number_of_answers_goes_on_with_the_next_prompt(tmp_path):
+    def opened(size, steps=1):
+        fields = {"global_batch_size": size, "steps_per_rollout": steps}
+        fields |= {"answers": "a" * size * steps, "reward": f"{__name__}:ones"}
+        cfg = rollout_input(tmp_path, **fields).config
+        prompts_folder(tmp_path, [PROMPT | {"ids": [72, i]} for i in range(6)])
+        source = cfg.instantiate()
+        source.policy = lambda: (None, None)
+        source._log_probs = lambda policy, batch: batch["sampler_log_probs"]
+        return source.iterator()
+
+    asked = lambda batches: next(batches)["input_ids"][::4, 1].tolist()
+    want, seen, state = asked(opened(24)), [], {}
+    # The first rollout has two prompts, of which one is in its first step.
+    for size, steps in ((4, 2), (8, 1), (16, 1)):
+        batches = opened(size, steps)
+        batches.follow(state)
+        seen += asked(batches)
+        state = batches.state()
+    assert seen[:5] == [want[0], *want[2:]]
+    assert state["step"] == 3
+
+
 def test_answers_with_equal_rewards_teach_nothing(tmp_path):
     batch = rollout_input(tmp_path, reward=f"{__name__}:ones").batch(0, range(4))
     assert np.all(batch["target_labels"] == -1)

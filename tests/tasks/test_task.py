@@ -343,6 +343,19 @@ def test_a_position_within_an_epoch_that_depends_on_the_parameters_is_a_warning(
     assert "save_every=2" in caplog.text
 
 
+def test_another_batch_size_goes_on_with_the_next_example():
+    examples = [{"x": np.int32(i)} for i in range(8)]
+    seen, state = [], {}
+    for size in (2, 2, 4):
+        cfg = TaskInput.default_config().set(examples=lambda: examples, global_batch_size=size)
+        batches = cfg.instantiate().iterator()
+        batches.follow(state)
+        seen += next(batches)["batch"]["x"].tolist()
+        state = batches.state()
+    assert sorted(seen) == [*range(8)]
+    assert state["step"] == 3
+
+
 def nnx_model(key):
     rngs = nnx.Rngs(key)
     return nnx.Linear(DIM, CLASSES, rngs=rngs)

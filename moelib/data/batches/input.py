@@ -11,9 +11,11 @@ A batch is a dict of NumPy arrays:
 Letters: B sequences of a batch, S sequence length.
 """
 
+import collections
+import json
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -68,13 +70,23 @@ class BatchIterator(Iterator["Batch"]):
         raise NotImplementedError
 
 
+class Begin(NamedTuple):
+    """Where an input begins that follows others in a run."""
+
+    step: int = 0  # Batches of the inputs before.
+    taken: Mapping[str, int] = {}  # Examples that they read; see `Input.examples_taken`.
+
+
 class StepBatches(BatchIterator):
     """One host's batches of an input with `batch(step, rows)`."""
+
+    can_seek = True
 
     def __init__(self, source: Any, rows: range) -> None:
         """Starts at the first batch; `rows` are those of this host."""
         self.source, self._rows, self.step = source, rows, 0
-        self.can_seek = not source.reads_parameters
+        if source.reads_parameters:
+            self.can_seek = False
 
     def seek(self, position: int) -> None:
         """Goes to a batch."""
@@ -87,13 +99,29 @@ class StepBatches(BatchIterator):
         return batch
 
     def state(self) -> State:
-        """Returns the position after the batches returned so far."""
-        return {"step": self.step, "input": self.source.identity}
+        """Returns the next step and the input's identity; the same on every host."""
+        begin = self.source.begin
+        extra = {} if begin == Begin() else {"begin": begin._asdict()}
+        return {"step": self.step, "input": self.source.identity, **extra}
 
     def restore(self, state: State) -> None:
         """Goes to a saved position. Raises UserError if it belongs to another input."""
         check_state(state, self.source.identity)
-        self.step = state["step"]
+        self.step, self.source.begin = state["step"], Begin(**state.get("begin", {}))
+
+    def follow(self, state: State) -> None:
+        """Goes to the batch after those of another input, and to the examples after its own.
+
+        Examples that are others, or in another order, begin at their first.
+        """
+        before, step = state.get("input") or {}, state.get("step", 0)
+        if before == self.source.identity:
+            return self.restore(state)
+        begin = Begin(**state.get("begin", {}))
+        taken = collections.Counter(begin.taken)
+        taken.update(self.source.examples_taken(before, step - begin.step))
+        self.step, self.source.begin = step, Begin(step, dict(taken))
+        return None
 
 
 class Input(Configurable):
@@ -110,6 +138,7 @@ class Input(Configurable):
     policy: Callable[[], Any] = staticmethod(lambda: None)
     # Names of the sources that `source_ids` tells apart, of a mixture; () for other inputs.
     source_names: Sequence[str] = ()
+    begin: Begin = Begin()  # Set by an iterator that follows another input.
 
     @config_class
     class Config(Configurable.Config):
@@ -145,6 +174,20 @@ class Input(Configurable):
     def identity(self) -> State:
         """Settings and data, as JSON values, that all hosts of a job must share."""
         return {}
+
+    def examples_taken(self, identity: State, num_steps: int) -> Mapping[str, int]:
+        """Returns the number of examples that some steps of an input of an identity read.
+
+        The key is what determines the examples and their order.
+        """
+        sizes = ("global_batch_size", "seq_len")
+        order = json.dumps({name: x for name, x in identity.items() if name not in sizes})
+        return {order: num_steps * identity.get("global_batch_size", 0)}
+
+    def first_example(self, step: int) -> int:
+        """Returns the number of the first example of a step of the run, counted over epochs."""
+        ((order, count),) = self.examples_taken(self.identity, step - self.begin.step).items()
+        return self.begin.taken.get(order, 0) + count
 
     def source_ids(self, position: int, rows: range | None = None) -> npt.NDArray[np.int64]:
         """Returns the index in `source_names` of some rows of a batch, by default of all.

@@ -12,8 +12,8 @@ import enum
 import functools
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,14 +21,7 @@ import numpy.typing as npt
 from moelib.core.config import REQUIRED, config_class
 from moelib.core.errors import UserError
 from moelib.data.batches.fill import fill_pieces
-from moelib.data.batches.input import (
-    BatchIterator,
-    Input,
-    State,
-    check_rows,
-    check_state,
-    empty_batch,
-)
+from moelib.data.batches.input import Input, State, StepBatches, check_rows, empty_batch
 from moelib.data.batches.mixture import Mixture, counts_before
 from moelib.data.batches.packing import (
     DocumentBoundary,
@@ -54,14 +47,6 @@ class InputMode(enum.Enum):
 
     TRAIN = "train"  # Endless, unless `max_batches` is set.
     EVALUATE = "evaluate"  # One; the last batch is completed with empty sequences.
-
-
-class Begin(NamedTuple):
-    """Where an input begins that follows others in a run."""
-
-    step: int = 0  # Batches of the inputs before.
-    # Sequences that they took, by data and order of sequences; see `_order_of`.
-    taken: Mapping[str, int] = {}
 
 
 class LMInput(Input):
@@ -91,7 +76,6 @@ class LMInput(Input):
         self._mixture = source if isinstance(source, Mixture) else None
         sources: list[TokenSource] = [source] if self._mixture is None else self._mixture.sources
         self._packed = [_PackedSource(source, cfg) for source in sources]
-        self.begin = Begin()
         # Iterators over checks of a host's data, shared by all evaluations of this input.
         self.checks_left = functools.cache(lambda rows: iter(self.checks(rows)))
         self.eos_id: int = sources[0].eos_id
@@ -182,6 +166,16 @@ class LMInput(Input):
             range(batch_size) if rows is None else rows
         )
 
+    def examples_taken(self, identity: State, num_steps: int) -> dict[str, int]:
+        """Returns the number of sequences of each source that some steps read, by their order."""
+        taken: dict[str, int] = collections.Counter()
+        if isinstance(identity.get("source"), dict):
+            weights = np.array([*identity.get("weights", {None: 1}).values()])
+            counts = counts_before(num_steps * identity["global_batch_size"], weights)
+            for order, count in zip(_orders(identity).values(), counts, strict=True):
+                taken[order] += int(count)
+        return taken
+
     @property
     def source_names(self) -> Sequence[str]:  # pyrefly: ignore[bad-override]
         """The names of a mixture's sources, in the order of `source_ids`; () of one source."""
@@ -222,14 +216,11 @@ def _orders(identity: State) -> dict[str, str]:
     return {name: f"{data} {order}" for name, data in identity["source"].items()}
 
 
-class LMInputIterator(BatchIterator):
+class LMInputIterator(StepBatches):
     """The batches of one host. The state is the step and the input's identity."""
 
-    can_seek = True
-
     def __init__(self, lm_input: LMInput, rows: range) -> None:
-        self.source, self._rows = lm_input, rows
-        self.step = 0  # The next one.
+        super().__init__(lm_input, rows)
         # Called once, in as many steps as an epoch has; each at its step, so that runs that are
         # resumed often reach all of them too.
         self._checks = lm_input.checks(rows)
@@ -254,43 +245,6 @@ class LMInputIterator(BatchIterator):
         batch = lm_input.batch(self.step, self._rows)
         self.step += 1
         return batch
-
-    def state(self) -> State:
-        """Returns the next step and the input's identity; the same on every host."""
-        begin = self.source.begin
-        extra = {} if begin == Begin() else {"begin": begin._asdict()}
-        return {"step": self.step, "input": self.source.identity, **extra}
-
-    def restore(self, state: State) -> None:
-        """Goes to a saved step, whatever the number of hosts was then.
-
-        Raises UserError if the saved input had other batches.
-        """
-        check_state(state, self.source.identity)
-        self.step, self.source.begin = state["step"], Begin(**state.get("begin", {}))
-
-    def follow(self, state: State) -> None:
-        """Goes to the batch after those of another input, and each source after what that took.
-
-        A source begins anew if its sequences are others, of another length, packing or order.
-        """
-        before, step = state.get("input") or {}, state.get("step", 0)
-        if before == self.source.identity:
-            return self.restore(state)
-        begin = Begin(**state.get("begin", {}))
-        taken = collections.Counter(begin.taken)
-        if isinstance(before.get("source"), dict):
-            orders = _orders(before)
-            weights = np.array([*before.get("weights", {None: 1}).values()])
-            number = (step - begin.step) * before["global_batch_size"]
-            for order, count in zip(orders.values(), counts_before(number, weights), strict=True):
-                taken[order] += int(count)
-        self.step, self.source.begin = step, Begin(step, dict(taken))
-        return None
-
-    def seek(self, position: int) -> None:
-        """Goes to the batch of a step."""
-        self.step = position
 
 
 def _check_undivided(source: TokenSource, cfg: LMInput.Config) -> None:

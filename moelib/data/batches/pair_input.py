@@ -158,9 +158,9 @@ class PairInput(Input):
     def batch(self, step: int, rows: range) -> "Batch":
         """Returns some rows of a batch."""
         cfg, num_pairs = self.config, len(self.arrays["lengths"])
-        indices, orders = [], {}
+        indices, orders, first = [], {}, self.first_example(step)
         for row in rows:
-            epoch, at = divmod(step * cfg.global_batch_size + row, num_pairs)
+            epoch, at = divmod(first + row, num_pairs)
             if epoch not in orders:
                 orders[epoch] = random_permutation(num_pairs, cfg.seed, epoch)
             indices.append(int(orders[epoch][at]))

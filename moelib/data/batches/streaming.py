@@ -227,6 +227,7 @@ class StreamingIterator(BatchIterator):
 
     def follow(self, state: State) -> None:
         """Goes on in the same stream, whatever the sizes of batches before; else to its begin."""
+        self.step = state.get("step", 0)
         if _stream_of(state.get("input") or {}) == _stream_of(self._identity):
             self.restore({**state, "input": self._identity})
 

@@ -63,6 +63,27 @@ def test_epochs_have_every_pair_once_and_positions_are_restored(tmp_path):
         opened(tmp_path, pairs, seed=1).iterator().restore(state)
 
 
+def test_another_batch_size_goes_on_with_the_next_pair(tmp_path):
+    pairs = [Pair(example(f"{i}y", 1), example(f"{i}n", 1)) for i in range(8)]
+    first_ids = lambda batch: batch["input_ids"][:, 0].tolist()
+    want = opened(tmp_path, pairs, global_batch_size=16).batch(0, range(16))
+    seen, state = [], {}
+    for size in (2, 4, 5):
+        batches = opened(tmp_path, pairs, global_batch_size=size).iterator()
+        batches.follow(state)
+        seen += first_ids(next(batches)) + first_ids(next(batches))
+        state = batches.state()
+    assert state["step"] == 6
+    assert seen[:16] == first_ids(want)
+    again = opened(tmp_path, pairs, global_batch_size=5).iterator()
+    again.restore(state)
+    assert first_ids(next(again)) == first_ids(next(batches))
+    other = opened(tmp_path, pairs[:4], global_batch_size=4).iterator()
+    other.follow(state)
+    assert sorted(first_ids(next(other))) == [ord(x) for x in "0123"]
+    assert other.state()["step"] == 7
+
+
 def test_files_of_no_use_are_refused(tmp_path):
     with pytest.raises(UserError, match="set seq_len to 9 or more"):
         opened(tmp_path, seq_len=8)

@@ -79,6 +79,14 @@ def test_a_restored_stream_continues_as_an_unbroken_one(files, boundary, step):
         assert all(np.array_equal(found[name], expected[name]) for name in expected)
 
 
+def test_a_stream_after_another_input_begins_at_its_first_document_and_counts_on(files):
+    want = next(_config(files).instantiate().iterator())
+    batches = _config(files).instantiate().iterator()
+    batches.follow({"step": 5, "input": {"source": {}}})
+    np.testing.assert_array_equal(next(batches)["input_ids"], want["input_ids"])
+    assert batches.state()["step"] == 6
+
+
 def test_a_stream_predicts_across_documents(files):
     batch = next(_config(files, document_boundary=CONTINUE).instantiate().iterator())
     assert np.array_equal(batch["input_ids"].ravel()[1:], batch["target_labels"].ravel()[:-1])
