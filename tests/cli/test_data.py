@@ -4,11 +4,14 @@ import re
 
 import pytest
 
+from moelib.checkpoint.contents import CheckpointRecord, RunRecord, step_path
 from moelib.cli import main
 from moelib.data.batches.lm_input import LMInput
 from moelib.data.batches.mixture import Mixture
+from moelib.data.tokens.token_source import InMemoryTokens
 from moelib.data.tokens.token_store import TokenStore
 from moelib.runs.folder import RunFolder
+from moelib.runs.phases import Phase
 from tests import tiny
 from tests.train import small_run
 
@@ -26,7 +29,18 @@ def named_trainer_configs():
         cfg.input = LMInput.default_config().set(source=mixed, seq_len=24, global_batch_size=8)
         return cfg
 
-    return {"mixture": mixture, "synthetic": lambda: tiny.trainer_config("unused")}
+    def phased():
+        large = Phase.default_config().set(after_step=2, changes={"input.global_batch_size": 16})
+        return tiny.trainer_config("unused").set(phases={"large": large})
+
+    def turns():
+        cfg = tiny.trainer_config("unused")
+        source = InMemoryTokens.default_config().set(documents=[[5, 0, 6, 0, 7, 0]], vocab_size=8)
+        cfg.input = LMInput.default_config().set(source=source, seq_len=5, global_batch_size=8)
+        return cfg
+
+    synthetic = lambda: tiny.trainer_config("unused")
+    return {"mixture": mixture, "synthetic": synthetic, "phased": phased, "turns": turns}
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +93,29 @@ def test_batches_that_a_config_or_a_run_skips_are_skipped(show, tmp_path):
     RunFolder(tmp_path).log("skipped_ranges", step=0, ranges=[[1, 2]])
     RunFolder(tmp_path).log("bad_step", step=2, first=2, stop=5, action="skip_batches")
     assert show("--step=2", f"--trainer_dir={tmp_path}")[1] == got
+
+
+def test_a_step_of_a_phase_has_the_sequences_after_those_before(show, tmp_path):
+    want = [show(f"--step={i}", "--sequences=0:8", config="synthetic")[1] for i in (3, 4)]
+    wanted = "--step=3", "--sequences=0:16", f"--trainer_dir={tmp_path}"
+    (tmp_path / "config.txt").write_text("")
+    status, _, err = show(*wanted, config="phased")
+    assert status == 2
+    assert "--step=3: a phase changes the input after step 2" in err
+    batches = named_trainer_configs()["phased"]().input.instantiate().iterator()
+    record = RunRecord(step=2, input=batches.state() | {"step": 2})
+    CheckpointRecord.of(record, {}, {}).write(step_path(str(tmp_path / "checkpoints"), 2))
+    got = show(*wanted, config="phased")[1]
+    documents = lambda lines: [line for line in lines if line.startswith("  ")]
+    assert documents(got) == documents(want[0]) + documents(want[1])
+
+
+@pytest.mark.parametrize(("boundary", "num"), [("RESET", 1), ("CONTINUE", 3)])
+def test_ends_within_a_segment_end_documents_only_if_documents_share_segments(show, boundary, num):
+    flag = f"--set=input.document_boundary={boundary}"
+    status, lines, err = show("--step=1", flag, config="turns")
+    assert status == 0, err
+    assert lines[1].startswith(f"sequence 0: {num} documents, 5 of 5 tokens")
 
 
 def test_token_ids_are_shown_where_no_tokenizer_made_them(show):

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moelib.core.errors import UserError
-from moelib.data.batches.input import TOKEN_ARRAYS, Input
+from moelib.data.batches.input import TOKEN_ARRAYS, Input, State
 from moelib.data.batches.skip_batches import position_of
 from moelib.data.tokens.tokenizer import Tokenizer
 
@@ -19,7 +19,7 @@ _BYTES = "target_num_bytes"  # An array that not all inputs have.
 
 
 def batch_of_step(
-    opened: Input, step: int, ranges: Sequence[Sequence[int]] = ()
+    opened: Input, step: int, ranges: Sequence[Sequence[int]] = (), before: State | None = None
 ) -> tuple[int, "Batch"]:
     """Returns (position, the global batch there) that a training step reads.
 
@@ -27,6 +27,7 @@ def batch_of_step(
         opened: The training input.
         step: Number of the step, from 1.
         ranges: Ranges [first, stop] of batches that the run skips.
+        before: Position of an earlier step, from which the input goes on; None for its beginning.
 
     Raises:
         UserError: If there is no such batch, or it depends on parameters, or has no tokens.
@@ -35,11 +36,13 @@ def batch_of_step(
     if opened.reads_parameters:
         raise UserError(f"{name} makes batches of the parameters of a run; they cannot be shown.")
     batches, batch = opened.iterator(), None
+    if before is not None:
+        batches.follow(before)
     if batches.can_seek:
         batches.seek(position)
         batch = next(batches, None)
-    else:  # A stream is read from its beginning.
-        for _ in range(position + 1):
+    else:  # A stream is read from there on.
+        for _ in range(position + 1 - batches.state()["step"]):
             batch = next(batches, None)
     if batch is None:
         raise UserError(f"step={step}: the input ends before batch {position}; set a smaller one.")

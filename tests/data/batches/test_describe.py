@@ -90,3 +90,14 @@ def test_the_batch_of_a_step_is_the_one_that_the_run_reads(config):
         assert position == batches.state()["step"] - 1
         for name, array in want.items():
             np.testing.assert_array_equal(got[name], array)
+
+
+def test_a_batch_after_another_batch_size_is_the_one_that_the_run_reads(config):
+    before, after = (config.clone(global_batch_size=size).instantiate() for size in (2, 4))
+    batches = before.iterator()
+    _ = next(batches), next(batches)
+    position, got = batch_of_step(after, 4, before=batches.state())
+    assert position == 3
+    # Sequences 0 to 3 are those of two batches of two, and 4 to 7 of step 3.
+    want = config.clone(global_batch_size=4).instantiate().batch(2)
+    np.testing.assert_array_equal(got["input_ids"], want["input_ids"])
