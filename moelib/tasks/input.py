@@ -59,6 +59,7 @@ class TaskInput(Input):
         """Gets the examples, unless they depend on the epoch; raises UserError without any."""
         super().__init__(cfg)
         cfg = self.config
+        self.is_endless = cfg.mode is InputMode.TRAIN
         self._collate = maybe_instantiate(cfg.collate) or stack
         self.max_batches: int | None = None  # Number of batches of an evaluation; None for all.
         self.examples: Sequence[Any] = ()  # Those of the current epoch, if they depend on it.

@@ -71,7 +71,7 @@ class Answer(NamedTuple):
 class RolloutInput(Input):
     """Answers to prompts in epochs of random orders, drawn when a batch needs them."""
 
-    reads_parameters = True
+    reads_parameters = is_endless = True
 
     @config_class
     class Config(Input.Config):

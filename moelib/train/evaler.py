@@ -49,6 +49,11 @@ class EvaluationData:
             error.add_note(f"The input is {self._name}.")
             raise
         check_inputs(self._name, opened)
+        if opened.is_endless:
+            raise UserError(
+                f"{self._name} never ends, nor would an evaluation; set its mode to EVALUATE, or "
+                "max_batches."
+            )
         return opened
 
     @property

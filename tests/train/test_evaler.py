@@ -8,6 +8,7 @@ import optax
 import pytest
 
 from moelib.checkpoint.contents import list_checkpoints
+from moelib.core.errors import UserError
 from moelib.core.module import functional
 from moelib.data.batches.input import PADDING_LABEL
 from moelib.data.batches.lm_input import InputMode, LMInput
@@ -60,6 +61,15 @@ def test_input_without_a_token_to_predict_is_refused(trainer):
     cfg = tiny.input_config(mode=InputMode.EVALUATE).set(max_batches=0)
     with pytest.raises(ValueError, match="val"):
         evaluate(trainer, cfg)
+
+
+def test_an_input_without_an_end_is_refused_before_the_first_step(tmp_path, monkeypatch):
+    cfg = tiny.trainer_config(tmp_path)
+    cfg.evalers["val"].input = tiny.input_config()
+    trainer = cfg.instantiate(parent=None)
+    monkeypatch.setattr(trainer, "run_step", lambda *args, **kwargs: pytest.fail("took a step"))
+    with pytest.raises(UserError, match=r"evalers\.val\.input never ends.* mode to EVALUATE, or"):
+        trainer.run()
 
 
 def test_average_of_the_parameters_is_evaluated(tmp_path):

@@ -132,6 +132,7 @@ class Input(Configurable):
 
     # Whether a batch depends on the parameters before its step, so that none is made ahead.
     reads_parameters: bool = False
+    is_endless: bool = False  # Whether an iterator never ends, so that no evaluation reads it all.
     # Returns the current parameters on the host, as `Model.result_of` does; set by the trainer.
     parameters: Callable[[], Any] = staticmethod(lambda: None)
     # Returns the model and its parameters on the devices, cast as in a step; set by the trainer.

@@ -72,6 +72,7 @@ class LMInput(Input):
         """
         super().__init__(cfg)
         cfg = self.config
+        self.is_endless = cfg.mode is InputMode.TRAIN and cfg.max_batches is None
         source: Any = cfg.source.instantiate()
         self._mixture = source if isinstance(source, Mixture) else None
         sources: list[TokenSource] = [source] if self._mixture is None else self._mixture.sources
@@ -132,11 +133,6 @@ class LMInput(Input):
             return cfg.max_batches
         batches = -(-self.sequences_per_epoch // cfg.global_batch_size)
         return batches if cfg.max_batches is None else min(batches, cfg.max_batches)
-
-    @property
-    def is_endless(self) -> bool:
-        """True if the iterator never ends."""
-        return self.config.mode is InputMode.TRAIN and self.config.max_batches is None
 
     def batch(self, step: int, rows: range | None = None) -> "Batch":
         """Returns some rows of the global batch of a step, counted from 0; by default all.

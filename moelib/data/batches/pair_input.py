@@ -106,6 +106,8 @@ def rows_of(arrays: Arrays, indices: Iterable[int], seq_len: int, eos_id: int) -
 class PairInput(Input):
     """Pairs in epochs of random orders, one after the other; a batch may be in two epochs."""
 
+    is_endless = True
+
     @config_class
     class Config(Input.Config):
         path: str = REQUIRED  # Folder of the pairs.

@@ -49,6 +49,8 @@ _START["token"] = 0
 class StreamingInput(Input):
     """Batches of documents that are tokenized as they are read, epoch after epoch."""
 
+    is_endless = True
+
     @config_class
     class Config(Input.Config):
         source: Source.Config = REQUIRED  # The documents.
