@@ -142,7 +142,7 @@ def evaluate_model(
             task_evaluation(n, data_dir or "", model.tokenizer, **options) for n in tasks
         ]
     _check_output(output)  # After the data, whose errors are those of a first attempt too.
-    record = {
+    record: dict[str, Any] = {
         "folder": model.folder,
         "max_length": length,
         "dtype": model.dtype,
@@ -160,8 +160,9 @@ def evaluate_model(
             model = model.at_step(step)
             # Another model if the run's config changed between the steps.
             scorer = dataclasses.replace(scorer, model=model.model)
-        if max_length is None and model.max_length not in (None, length):
-            length = model.max_length
+        trained = model.max_length
+        if max_length is None and trained is not None and trained != length:
+            length = trained
             scorer = dataclasses.replace(scorer, max_length=length)
             evaluations[: len(corpus)] = _of_corpora(corpus, model, length, limit)
         lengths[model.step] = length
@@ -210,8 +211,8 @@ def _num_tokens_read(model: LoadedModel) -> int | None:
     It is unknown in a later phase, or after another change of the input: earlier sizes are not
     recorded.
     """
-    position = model.record and model.record.input
-    if getattr(model.config, "phase", None) is not None or "begin" in (position or {}):
+    position = {} if model.record is None else model.record.input or {}
+    if getattr(model.config, "phase", None) is not None or "begin" in position:
         return None
     cfg = model.config and model.config.input
     batch_size, seq_len = getattr(cfg, "global_batch_size", None), getattr(cfg, "seq_len", None)

@@ -1,6 +1,7 @@
 """Results of an evaluation: a table, results.json, results.csv, and a plot over steps."""
 
 import csv
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -39,10 +40,14 @@ def write_results(
 ) -> None:
     """Writes results.json, with the settings, results.csv and, of several steps, results.png.
 
+    A value that is not finite is null in results.json.
+
     The folder is created if it does not exist; the title is that of the plot.
     """
     storage.make_folder(folder)
-    content = {**settings, "results": [result._asdict() for result in results]}
+    # JSON has no infinity, which the perplexity of a long word may be.
+    plain = [r._asdict() | ({} if math.isfinite(r.value) else {"value": None}) for r in results]
+    content = {**settings, "results": plain}
     write_json(os.path.join(folder, RESULTS_FILE), content)
     with atomic_file(os.path.join(folder, "results.csv")) as file:
         writer = csv.writer(file, lineterminator="\n")

@@ -8,6 +8,7 @@ container without secrets.
 import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -24,14 +25,16 @@ _OUTPUT = 10_000  # Characters of what it prints that are kept.
 class Outcome(NamedTuple):
     """Result of some code."""
 
-    passed: bool  # Whether it ended without an error, within the limits.
+    passed: bool  # Whether it ran to its last line without an error, within the limits.
     output: str  # The end of what it printed, errors included.
 
 
 def run_code(
     code: str, *, allow: bool = False, seconds: float = 5.0, megabytes: int = 512
 ) -> Outcome:
-    r"""Runs Python code in a process of its own, and returns whether it ended well.
+    r"""Runs Python code in a process of its own, and returns whether it ran to its end.
+
+    Code that exits before, such as by `sys.exit(0)`, has not passed: its tests may not have run.
 
     The process has an empty environment and folder, no input, and the standard library alone. Where
     the kernel allows it, it has no network.
@@ -58,6 +61,7 @@ def run_code(
         )
     if seconds <= 0 or megabytes <= 0:
         raise UserError(f"{seconds=}, {megabytes=}: set limits above 0.")
+    ended = secrets.randbelow(200) + 50  # Exit status after the last line.
     request = {"code": code, "seconds": seconds, "megabytes": megabytes, "file_size": _FILE_SIZE}
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as output:
         with subprocess.Popen(
@@ -72,11 +76,11 @@ def run_code(
             start_new_session=True,
         ) as process:
             try:
-                process.communicate(json.dumps(request), timeout=2 * seconds)
+                process.communicate(json.dumps(request | {"ended": ended}), timeout=2 * seconds)
             except subprocess.TimeoutExpired:
                 pass
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # Its own processes too.
         output.seek(max(0, output.seek(0, os.SEEK_END) - _OUTPUT))
-        return Outcome(process.returncode == 0, output.read().decode(errors="replace"))
+        return Outcome(process.returncode == ended, output.read().decode(errors="replace"))

@@ -1,7 +1,7 @@
 """A process that runs code with limits.
 
-It reads JSON, {"code", "seconds", "megabytes", "file_size"}. It imports nothing of moelib, so
-that it starts fast.
+It reads JSON, {"code", "seconds", "megabytes", "file_size", "ended"}, of which the last is the exit
+status after the last line. It imports nothing of moelib, so that it starts fast.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ def main() -> None:
     with contextlib.suppress(OSError, AttributeError):  # The kernel may forbid it.
         os.unshare(os.CLONE_NEWUSER | os.CLONE_NEWNET)  # No network.
     exec(compile(request["code"], "<completion>", "exec"), {"__name__": "__main__"})
+    sys.exit(request["ended"])
 
 
 if __name__ == "__main__":

@@ -136,6 +136,11 @@ class RolloutInput(Input):
     def _check_reward(self) -> None:
         """Raises UserError if the reward does not take its arguments."""
         columns = {name for prompt in self.prompts for name in prompt["columns"]}
+        if taken := columns & {"prompts", "completions"}:
+            raise UserError(
+                f"records have the field {min(taken)!r}, but a reward gets the answers and their "
+                "prompts under this name; rename the field."
+            )
         named = dict.fromkeys(("prompts", "completions", *sorted(columns)))
         check_parameters(f"reward={self.config.reward}", self._reward, **named)
 

@@ -25,7 +25,9 @@ from moelib.data.tokens.tokenizer import END_OF_TEXT, Tokenizer
 from moelib.evaluation.evaler import TaskEvaler
 from moelib.evaluation.evaluate import evaluate
 from moelib.evaluation.evaluations import Metric
-from moelib.evaluation.report import results_of, results_table
+from moelib.evaluation.perplexity import perplexities
+from moelib.evaluation.report import results_of, results_table, write_results
+from moelib.evaluation.scoring import Score
 from moelib.runs.loading import load_model
 from moelib.runs.phases import Phase, applied
 from moelib.train import convert
@@ -231,6 +233,16 @@ def test_lm_eval_gives_our_metrics(model, tmp_path):
 def test_without_lm_eval_the_extra_is_named(model):
     with pytest.raises(UserError, match=r"'moelib\[lm-eval"):
         evaluate(model, ["arc_easy"], lm_eval=True)
+
+
+def test_an_infinite_perplexity_is_null_in_json(tmp_path):
+    found = {"text": perplexities(["word" * 300], [Score(-1000.0, False)])}  # exp(1000) per word.
+    write_results(str(tmp_path), "", results_of(1, None, found), {})
+    text = (tmp_path / "results.json").read_text()
+    content = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    values = {each["metric"]: each["value"] for each in content["results"]}
+    assert values["word_perplexity"] is None
+    assert values["bits_per_byte"] == pytest.approx(1000 / 1200 / math.log(2))
 
 
 def test_the_table_has_a_row_for_each_task_and_step():

@@ -286,6 +286,13 @@ def test_settings_that_do_not_fit_are_refused(tmp_path, fields, message):
         rollout_input(tmp_path, **{"reward": f"{__name__}:ones"} | fields)
 
 
+def test_a_field_with_the_name_of_an_argument_is_refused_before_answers_are_drawn(tmp_path):
+    cfg = rollout_input(tmp_path, reward=f"{__name__}:ones").config
+    prompts_folder(tmp_path, [PROMPT | {"columns": {"wanted": "e", "completions": ["x"]}}])
+    with pytest.raises(UserError, match=r"records have the field 'completions', .* rename"):
+        cfg.instantiate()
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
