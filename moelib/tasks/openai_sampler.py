@@ -1,8 +1,9 @@
 """Answers drawn by another server that speaks OpenAI's protocol, such as vLLM.
 
-The server must return token ids (`return_token_ids`) and log probabilities, under temperature 1. A
-vLLM with `--enable-return-routed-experts` returns the experts of all tokens too. Its weights are
-yours to update: the metric `mismatch` shows how far they are from those in training.
+The server must return token ids (`return_token_ids`) and log probabilities, under temperature 1,
+and take vLLM's fields `stop_token_ids`, `top_k`, `min_p` and `repetition_penalty`. A vLLM with
+`--enable-return-routed-experts` returns the experts of all tokens too. Its weights are yours to
+update: the metric `mismatch` shows how far they are from those in training.
 """
 
 import concurrent.futures
@@ -37,7 +38,8 @@ class OpenAISampler(Configurable):
         url: str = REQUIRED  # Such as http://127.0.0.1:8000.
         model: str = REQUIRED  # Name of the model at the server.
         max_new_tokens: PositiveInt = REQUIRED  # Maximum number of tokens of an answer.
-        stop_ids: list[int] = []  # Tokens that end an answer, besides the model's own.
+        # Tokens that end an answer, besides the model's own and those of the input.
+        stop_ids: list[int] = []
         with_experts: bool = False  # Whether the server must return the experts of the tokens.
         num_requests: PositiveInt = 64  # Requests at a time.
         seconds: PositiveFloat = 600.0  # Time for an answer.
@@ -60,6 +62,10 @@ class OpenAISampler(Configurable):
             "max_tokens": cfg.max_new_tokens,
             "temperature": 1.0,
             "top_p": 1.0,
+            # Unset, vLLM takes those of generation_config.json, which the policy does not have.
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
             "seed": seed,
             "logprobs": 1,
             "return_token_ids": True,

@@ -45,6 +45,7 @@ from moelib.models.preferences import group_advantages
 from moelib.parallel import sharding
 from moelib.runtime import storage
 from moelib.runtime.processes import on_process_0
+from moelib.tasks.openai_sampler import OpenAISampler
 
 logger = logging.getLogger(__name__)
 
@@ -127,9 +128,12 @@ class RolloutInput(Input):
             )
         self._reward: Reward = trusted_code.resolve(cfg.reward)
         self._check_reward()
-        self._sampler: Sampler | None = maybe_instantiate(cfg.sampler)
         self.tokenizer = self.load_tokenizer(cfg)
         self._stop_ids = read_stop_ids(cfg.path, self.tokenizer)
+        sampler = cfg.sampler
+        if isinstance(sampler, OpenAISampler.Config):
+            sampler = sampler.clone(stop_ids=sorted({*sampler.stop_ids, *self._stop_ids}))
+        self._sampler: Sampler | None = maybe_instantiate(sampler)
         self._made: tuple[int, Batch] = (-1, {})  # Number and rows of the newest rollout.
         self.newest: Sequence[Answer] = ()  # Those of the newest rollout.
 

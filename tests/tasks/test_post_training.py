@@ -23,7 +23,7 @@ from moelib.tasks.fine_tuning import FineTuning
 from moelib.tasks.finetune import finetune_config
 from moelib.tasks.fit import fit
 from moelib.tasks.openai_sampler import OpenAISampler, ServerError
-from moelib.tasks.rollout_input import RewardError, RolloutInput
+from moelib.tasks.rollout_input import RewardError, RolloutInput, write_stop_ids
 from moelib.tasks.rollout_samples import RolloutSamples
 from tests.tasks.base_model import save_base
 
@@ -444,6 +444,21 @@ def test_a_server_gives_answers_and_their_experts(server):
     assert found.expert_ids.tolist() == [[[0, 1]], [[1, 0]], [[2, 3]]]
     body = server.bodies[1]
     assert (body["prompt"], body["temperature"], body["seed"]) == ([5, 6], 1.0, 7)
+    # The defaults of generation_config.json at vLLM, each without an effect.
+    plain = {"top_k": -1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert body.items() >= plain.items()
+
+
+def test_a_server_ends_answers_where_the_chat_template_does(server, tmp_path):
+    cfg = rollout_input(tmp_path, reward=f"{__name__}:ones").config.clone()
+    write_stop_ids(str(tmp_path), [10])
+    sampler = OpenAISampler.default_config().set(model="m", max_new_tokens=3, stop_ids=[11])
+    cfg.sampler = sampler.set(url=f"http://127.0.0.1:{server.server_port}")
+    server.answers += [(200, completion())] * 4
+    opened = cfg.instantiate()
+    opened.policy = lambda: (None, None)
+    opened.batch(0, range(4))
+    assert [body["stop_token_ids"] for body in server.bodies] == [[10, 11, 256]] * 4
 
 
 @pytest.mark.parametrize(
