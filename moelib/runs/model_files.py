@@ -10,7 +10,13 @@ from typing import Any
 
 from moelib.core.errors import UserError
 from moelib.data.batches.input import load_tokenizer
-from moelib.data.tokens.tokenizer import CHAT_TEMPLATE_FILE, FILE_NAME, NoTokenizerError, Tokenizer
+from moelib.data.tokens.tokenizer import (
+    CHAT_TEMPLATE_FILE,
+    FILE_NAME,
+    SETTINGS_FILE,
+    NoTokenizerError,
+    Tokenizer,
+)
 from moelib.huggingface.pretrained import CONFIG_FILE, GENERATION_FILE
 from moelib.huggingface.published_tokenizer import read_tokenizer
 from moelib.runs.loading import stop_ids_of_model
@@ -82,6 +88,10 @@ def save_tokenizer(cfg: Any) -> bool:
     if tokenizer.chat_template is not None:  # The conversations of the run have this one.
         with atomic_file(os.path.join(cfg.dir, CHAT_TEMPLATE_FILE)) as file:
             file.write(tokenizer.chat_template)
+        names = {"bos_token": tokenizer.template_bos, "eos_token": tokenizer.eos_token}
+        names = {name: x for name, x in names.items() if x and name in tokenizer.chat_template}
+        path = os.path.join(cfg.dir, SETTINGS_FILE)
+        write_json(path, read_json(path) | names)
     if tokenizer.vocab_size > kept.vocab_size:
         with atomic_file(os.path.join(cfg.dir, FILE_NAME)) as file:
             file.write(tokenizer.to_json())

@@ -13,6 +13,7 @@ from moelib.data.tokens.token_store import TokenStore
 from moelib.data.tokens.tokenizer import END_OF_TEXT, ByteTokenizer, train_bpe
 from moelib.huggingface.pretrained import FILES
 from moelib.runs.loading import load_model
+from moelib.runs.model_files import save_tokenizer
 from moelib.train import checkpoint_routing, convert
 from moelib.train.evaler import SpmdEvaler
 from moelib.train.init_from import InitFrom
@@ -83,6 +84,22 @@ def test_an_export_also_stops_at_the_end_of_text_of_the_data(folder, tmp_path, c
     found = json.loads((tmp_path / "back/generation_config.json").read_text())
     assert sorted(found["eos_token_id"]) == [5, 7, 37, 256]  # 37: "%".
     assert "eos_token '%' has id 37, but eos_token_id is [5, 7]" in caplog.text
+
+
+def test_the_tokens_of_the_template_of_the_data_travel_with_it(folder, tmp_path):
+    for name in ("run", "store"):
+        shutil.copytree(folder / ("hub" if name == "run" else "store"), tmp_path / name)
+    (tmp_path / "store/chat_template.jinja").write_text("{{ eos_token }}")
+    path = tmp_path / "run/tokenizer_config.json"
+    before = json.loads(path.read_text()) | {"eos_token": "%"}
+    path.write_text(json.dumps(before))
+    cfg = types.SimpleNamespace(
+        input=trainer_config(tmp_path, "", None).input,
+        dir=str(tmp_path / "run"),
+        model=types.SimpleNamespace(vocab_size=288),
+    )
+    assert save_tokenizer(cfg)
+    assert json.loads(path.read_text()) == before | {"eos_token": "<end>"}
 
 
 @pytest.mark.parametrize("way", [*WAYS, "evaler"])

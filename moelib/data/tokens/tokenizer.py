@@ -58,7 +58,10 @@ class Tokenizer(Configurable):
         cfg = self.config
         self._load(read_text(cfg.path), cfg.eos_token)
         self.bos_token = cfg.bos_token
-        self.chat_template = _read_chat_template(cfg.path)
+        folder = os.path.dirname(cfg.path) if cfg.path.endswith(".json") else cfg.path
+        self.chat_template = _read_chat_template(folder)
+        settings = storage.read_json(os.path.join(folder, SETTINGS_FILE))
+        self.template_bos = cfg.bos_token or named_token(settings, "bos_token")
         if cfg.bos_token is not None:
             self.bos_id = self._tokenizer.token_to_id(cfg.bos_token)
         if self._adds_bos and self.bos_id is None:
@@ -96,6 +99,7 @@ class Tokenizer(Configurable):
         self.eos_id: int = eos_id
         self.eos_token = eos_token
         self.bos_token: str | None = None
+        self.template_bos: str | None = None  # BOS of chat templates; prompts may go without it.
         self.chat_template: str | None = None  # In Jinja, if its folder has one.
         self.bos_id: int | None = None  # The token that begins a text, if there is one.
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
@@ -223,8 +227,8 @@ class Tokenizer(Configurable):
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": self.eos_token,
         }
-        if self.bos_token is not None:
-            settings |= {"bos_token": self.bos_token, "add_bos_token": True}
+        if bos_token := self.bos_token or self.template_bos:
+            settings |= {"bos_token": bos_token, "add_bos_token": self.bos_token is not None}
         write_json(os.path.join(folder, SETTINGS_FILE), settings)
         if self.chat_template is not None:
             with atomic_file(os.path.join(folder, CHAT_TEMPLATE_FILE)) as file:
@@ -273,9 +277,8 @@ def read_text(path: str) -> str:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
 
 
-def _read_chat_template(path: str) -> str | None:
+def _read_chat_template(folder: str) -> str | None:
     """Returns the chat template in the folder of a tokenizer, or None."""
-    folder = os.path.dirname(path) if path.endswith(".json") else path
     file_path = os.path.join(folder, CHAT_TEMPLATE_FILE)
     if not storage.exists(file_path):
         return None

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from moelib.core.errors import UserError
 from moelib.data.tokens.chat import renderer
-from moelib.data.tokens.tokenizer import CHAT_TEMPLATE_FILE, SETTINGS_FILE, Tokenizer, named_token
+from moelib.data.tokens.tokenizer import CHAT_TEMPLATE_FILE, SETTINGS_FILE, Tokenizer
 from moelib.runtime import storage
 from moelib.runtime.storage import read_json
 
@@ -196,7 +196,7 @@ def find_template(
     Args:
         folder: Folder of a model, a run, a tokenizer or a token store; None for none.
         choice: One of `BUILT_IN`, or a file; None for the template of the folder.
-        tokenizer: The tokenizer.
+        tokenizer: The tokenizer, whose BOS and end of text the template writes.
         **options: Further arguments of `ChatTemplate`.
 
     Raises:
@@ -208,9 +208,8 @@ def find_template(
     if (found := _source(folder, choice, settings)) is None:
         return None
     name, source = found
-    bos = named_token(settings, "bos_token") or tokenizer.bos_token or ""
-    eos = named_token(settings, "eos_token") or tokenizer.eos_token
-    template = ChatTemplate(source, bos_token=bos, eos_token=eos, name=name, **options)
+    options |= {"bos_token": tokenizer.template_bos or "", "eos_token": tokenizer.eos_token}
+    template = ChatTemplate(source, name=name, **options)
     cure = "correct it, or set another chat_template (--chat_template)."
     try:
         written = _example(template).lower()

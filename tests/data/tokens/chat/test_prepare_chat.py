@@ -24,6 +24,7 @@ from moelib.data.tokens.chat.template import ChatTemplate, find_template
 from moelib.data.tokens.prepare import prepare
 from moelib.data.tokens.token_store import TokenStore
 from moelib.data.tokens.tokenizer import ByteTokenizer
+from moelib.huggingface.published_tokenizer import read_tokenizer
 from moelib.layers.transformer import LoopStack
 from tests import tiny
 from tests.inference.models import decoder, layer, with_parameters
@@ -170,6 +171,40 @@ def test_the_template_travels_with_the_store(store, tmp_path):
     assert tokenizer.chat_template == chat_labels.TEMPLATE
     tokenizer.save(str(tmp_path))
     assert (tmp_path / "chat_template.jinja").read_text() == chat_labels.TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (
+            "llama3",
+            "<s><|start_header_id|>user<|end_header_id|>\n\nq<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\na<|eot_id|>",
+        ),
+        ("plain", "User:\nq\n\nAssistant:\na<|end|>\n\n"),
+    ],
+)
+def test_a_run_renders_the_text_of_its_store(tmp_path, template, text):
+    content = json.loads(TOKENIZER.to_json())
+    first = content["added_tokens"][0]
+    for i, token in enumerate(("<s>", "<|end|>"), 257):
+        content["added_tokens"].append(first | {"id": i, "content": token})
+    for name in ("tokenizer", "run"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text(json.dumps(content))
+    settings = {"bos_token": "<s>", "eos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(settings))
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    write_jsonl(tmp_path / "a.jsonl", [json.dumps({"messages": messages})])
+    flags = [f"--source={tmp_path / 'a.jsonl'}", f"--output={tmp_path / 'store'}"]
+    flags += [f"--tokenizer={tmp_path / 'tokenizer'}", "--eos_token=<|end|>", "--num_processes=1"]
+    assert cli.run(["prepare", *flags, "--format=chat", f"--chat_template={template}"]) == 0
+    cfg = TokenStore.default_config().set(path=str(tmp_path / "store"))
+    assert [*cfg.instantiate().texts()] == [text]
+    TokenStore.load_tokenizer(cfg).save(str(tmp_path / "run"))
+    tokenizer = read_tokenizer(str(tmp_path / "run"))
+    assert find_template(str(tmp_path / "run"), None, tokenizer).render(messages) == text
+    assert tokenizer.bos_id is None  # A prompt that is no conversation.
 
 
 def test_another_template_makes_another_store(store, tmp_path):

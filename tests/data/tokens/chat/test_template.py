@@ -12,7 +12,7 @@ import pytest
 from moelib.core.errors import UserError
 from moelib.data.tokens.chat import template as template_lib
 from moelib.data.tokens.chat.template import BUILT_IN, ChatTemplate, TemplateError, find_template
-from moelib.data.tokens.tokenizer import ByteTokenizer
+from moelib.data.tokens.tokenizer import ByteTokenizer, Tokenizer
 from tests.data.tokens.chat.templates import CONVERSATIONS, TEMPLATES, TOKENS, TOOLS, cases
 
 TALK = [
@@ -71,8 +71,9 @@ def test_transformers_renders_what_the_file_says():
 )
 def test_templates_of_moelib(tmp_path, name, text):
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": {"content": "<s>"}}')
-    tokenizer = ByteTokenizer.default_config().instantiate()
-    template = find_template(str(tmp_path), name, tokenizer)
+    (tmp_path / "tokenizer.json").write_text(ByteTokenizer.default_config().instantiate().to_json())
+    tokenizer = Tokenizer.default_config().set(path=str(tmp_path)).instantiate()
+    template = find_template(None, name, tokenizer)
     assert template.render(TALK, add_generation_prompt=True) == text
     marked = template.render_marked(TALK)
     assert marked.text == template.render(TALK)
