@@ -59,19 +59,23 @@ class Mixture(Configurable):
 
     @classmethod
     def load_tokenizer(cls, cfg: Any) -> Tokenizer:
-        """Returns the tokenizer that all sources share."""
-        source = next(iter(cfg.sources.values()))
-        return source.klass.load_tokenizer(source)
+        """Returns the tokenizer that all sources share, with BOS of text and a chat template."""
+        found = [source.klass.load_tokenizer(source) for source in cfg.sources.values()]
+        tokenizer = max(found, key=lambda each: each.chat_template is not None)
+        of_text = max(found, key=lambda each: each.bos_id is not None)
+        tokenizer.bos_token, tokenizer.bos_id = of_text.bos_token, of_text.bos_id
+        return tokenizer
 
     def _check_vocabularies(self) -> None:
-        first, *others = self.sources
+        first, *others = sorted(self.sources, key=lambda each: each.label_bounds is not None)
         for source in others:
             if not np.array_equal(first.token_num_bytes, source.token_num_bytes):
                 raise UserError(
                     f"{source.name} and {first.name} have different tokenizers (vocabularies of "
                     f"{source.vocab_size} and {first.vocab_size}); prepare both with the same one."
                 )
-            if first.bos_token != source.bos_token:
+            # Conversations begin as their template says.
+            if source.label_bounds is None and first.bos_token != source.bos_token:
                 raise UserError(
                     f"{source.name} has bos_token={source.bos_token!r}, and {first.name} "
                     f"{first.bos_token!r}; prepare both with --prepend_bos, or none."

@@ -354,7 +354,7 @@ def _finish(
     """Joins the arrays of the parts and writes meta.json."""
     arrays = {}
     is_chat = plan["chat"] is not None
-    names = (token_store.LENGTHS, token_store.NUM_BYTES, *[token_store.LABELS] * is_chat)
+    names = (token_store.LENGTHS, token_store.NUM_BYTES, *token_store.OF_CHAT * is_chat)
     begins = np.cumsum([0, *(result.num_tokens for result in results)], dtype=np.uint64)
     for name in names:
         of_parts = [np.load(part_file(folder, index, name)) for index in range(len(results))]

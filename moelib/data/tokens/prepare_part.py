@@ -115,6 +115,7 @@ def tokenize_part(
         }
         if chat is not None:
             arrays[token_store.LABELS] = np.array(chat.bounds, np.uint64)
+            arrays[token_store.FIRST_OF_RECORD] = np.array(chat.is_first, np.uint8)
         for name, values in arrays.items():
             with synced_file(part_file(folder, index, name)) as file:
                 np.save(file, values)
@@ -158,7 +159,7 @@ class _Chat:
 
     def __init__(self, options: ChatOptions, tokenizer: Tokenizer) -> None:
         self._encoder = ChatEncoder(options, tokenizer)
-        self.bounds = array.array("Q")
+        self.bounds, self.is_first = array.array("Q"), array.array("B")
         self._num_tokens = self._num_labels = self._num_cut = 0
         self._left_out: collections.Counter[str] = collections.Counter()
 
@@ -172,6 +173,7 @@ class _Chat:
             self._left_out[error.reason] += 1
             return []
         self.bounds.extend(bounds_of(examples, self._num_tokens))
+        self.is_first.extend(i == 0 for i in range(len(examples)))
         self._num_tokens += sum(len(example.ids) for example in examples)
         self._num_labels += sum(int(example.is_label.sum()) for example in examples)
         self._num_cut += sum(example.was_cut for example in examples)
@@ -241,7 +243,7 @@ def part_file(folder: str, index: int, ending: str) -> str:
 
 
 def _block_hashes(folder: str, index: int, *, of_tokens: bool = True) -> dict[str, list[str]]:
-    arrays = token_store.LENGTHS, token_store.NUM_BYTES, token_store.LABELS
+    arrays = token_store.LENGTHS, token_store.NUM_BYTES, *token_store.OF_CHAT
     names = [part_file("", index, name) for name in arrays]
     names = [name for name in names if os.path.exists(os.path.join(folder, name))]
     names += [token_store.tokens_file(index)] * of_tokens

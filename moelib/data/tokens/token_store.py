@@ -10,6 +10,7 @@ A store is a folder:
     num_bytes.npy         UTF-8 bytes of each document's text, uint32 [N]
     token_num_bytes.npy   bytes of text that each token covers, int32 [V]
     label_bounds.npy      of conversations: begin and end, in turn, of spans of labels, uint64 [2 L]
+    first_of_record.npy   of conversations: 1 for the first of each record's documents, uint8 [N]
     chat_template.jinja   of conversations: their template
 
 meta.json holds its own SHA-256 and a hash of each block of the other files. Opening a store checks
@@ -17,8 +18,8 @@ all blocks but those of tokens, of which it checks a sample; training checks the
 and `TokenStore.verify` checks all.
 
 A hash of a document's index and the store's split seed assigns the document to a split (train,
-validation). No file lists the assignment: the fractions in meta.json determine it, so training and
-evaluation cannot disagree.
+validation); of conversations, a hash of the record's index. No file lists the assignment: the
+fractions in meta.json determine it, so training and evaluation cannot disagree.
 
 Letters: N documents, V vocabulary.
 """
@@ -52,6 +53,8 @@ LENGTHS = "lengths.npy"
 NUM_BYTES = "num_bytes.npy"
 TOKEN_NUM_BYTES = "token_num_bytes.npy"
 LABELS = "label_bounds.npy"
+FIRST_OF_RECORD = "first_of_record.npy"
+OF_CHAT = LABELS, FIRST_OF_RECORD  # Files of a store of conversations alone.
 
 
 @dataclasses.dataclass
@@ -157,7 +160,7 @@ def _check_hashed(meta: StoreMeta) -> None:
     tokens = {tokens_file(index) for index, count in enumerate(meta.file_tokens) if count}
     hashed = {name for name, hashes in meta.block_hashes.items() if hashes}
     arrays = {LENGTHS, NUM_BYTES, TOKEN_NUM_BYTES}
-    arrays |= set() if meta.num_label_spans is None else {LABELS}
+    arrays |= set() if meta.num_label_spans is None else set(OF_CHAT)
     if wrong := sorted(hashed ^ (tokens | arrays)):
         reason = "not a file of the store" if wrong[0] in hashed else "without hashes"
         raise ValueError(f"block_hashes: {wrong[0]!r:.80} is {reason}")
@@ -242,6 +245,9 @@ class TokenStore(TokenSource):
             )
         fractions, wanted = list(meta.splits.values()), list(meta.splits).index(split)
         members = split_of_documents(meta.num_documents, fractions, meta.split_seed) == wanted
+        if meta.num_label_spans is not None:
+            is_first = self._array(FIRST_OF_RECORD, meta.num_documents)
+            members = members[np.cumsum(is_first, dtype=np.int64) - 1]
         if not members.any():
             raise UserError(
                 f"Split {split!r} of {self.name} is empty: {meta.splits[split]} of "
@@ -273,11 +279,7 @@ class TokenStore(TokenSource):
         """Returns the blocks that are checked on opening, with a sample of tokens, and the rest."""
         hashes = self.meta.block_hashes.items()
         blocks = [(name, number) for name, of_file in hashes for number in range(len(of_file))]
-        tokens = [
-            block
-            for block in blocks
-            if block[0] not in (LENGTHS, NUM_BYTES, TOKEN_NUM_BYTES, LABELS)
-        ]
+        tokens = [block for block in blocks if block[0].startswith("tokens-")]
         stride = max(-(-len(tokens) // store_check.SAMPLED_BLOCKS), 1)
         rest = set(tokens) - set(tokens[::stride])
         return [each for each in blocks if each not in rest], sorted(rest)

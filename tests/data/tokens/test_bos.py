@@ -12,6 +12,9 @@ from moelib.data.batches.mixture import Mixture
 from moelib.data.batches.packing import DocumentBoundary
 from moelib.data.batches.streaming import StreamingInput
 from moelib.data.sources.source import InMemorySource
+from moelib.data.sources.source_for_path import source_for_path
+from moelib.data.tokens.chat.labels import chat_options
+from moelib.data.tokens.chat.template import find_template
 from moelib.data.tokens.preparation import begin_store, plan_store
 from moelib.data.tokens.prepare import prepare
 from moelib.data.tokens.token_store import TokenStore
@@ -103,6 +106,23 @@ def test_a_mixture_of_stores_with_and_without_is_refused(tmp_path, path):
     cfg = Mixture.default_config().set(sources=stores, weights=dict.fromkeys(stores, 1.0))
     with pytest.raises(UserError, match=r"bos_token='(<s>)?', and .*prepend_bos"):
         cfg.instantiate()
+
+
+@pytest.mark.parametrize("names", [("text", "chat"), ("chat", "text")])
+def test_a_mixture_with_conversations_has_bos_of_text_and_the_template(tmp_path, path, names):
+    prepare(SOURCE, _tokenizer(path), str(tmp_path / "text"), prepend_bos=True)
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}))
+    records = source_for_path(str(tmp_path / "a.jsonl"), text_field=None).instantiate()
+    tokenizer = _tokenizer(path)
+    chat = chat_options(find_template(None, "llama3", tokenizer), records)
+    prepare(records, tokenizer, str(tmp_path / "chat"), chat=chat, append_eos=False)
+    stores = {n: TokenStore.default_config().set(path=f"{tmp_path}/{n}") for n in names}
+    cfg = Mixture.default_config().set(sources=stores, weights=dict.fromkeys(stores, 1.0))
+    assert [source.document(0)[0] for source in cfg.instantiate().sources] == [260, 260]
+    found = Mixture.load_tokenizer(cfg)
+    assert found.encode_prompts(["a"]) == [[260, *tokenizer.encode("a")]]
+    assert found.chat_template == chat.template
 
 
 def test_a_tokenizer_without_bos_is_refused(tmp_path, path):

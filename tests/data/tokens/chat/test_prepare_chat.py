@@ -1,5 +1,6 @@
 """Stores of conversations: batches have the labels of the examples, whatever the packing."""
 
+import collections
 import csv
 import json
 import os
@@ -27,6 +28,7 @@ from moelib.data.tokens.tokenizer import ByteTokenizer
 from moelib.huggingface.published_tokenizer import read_tokenizer
 from moelib.layers.transformer import LoopStack
 from tests import tiny
+from tests.data.tokens.chat.templates import TEMPLATES
 from tests.inference.models import decoder, layer, with_parameters
 from tests.oracles import chat_labels
 
@@ -164,6 +166,27 @@ def test_parts_and_processes_make_equal_stores(store, tmp_path):
     assert again.meta == first.meta
     np.testing.assert_array_equal(again.label_bounds, first.label_bounds)
     assert len(again.meta.file_tokens) == 3
+
+
+def test_the_examples_of_a_conversation_are_in_one_split(tmp_path):
+    dropped = ChatOptions(TEMPLATES["reasoning of earlier turns is dropped"], **DAY)
+    records = []
+    for i in range(120):
+        contents = [f"record {i}.", "<think>\nhm\n</think>\n\n1"] * (i % 3 + 1)
+        roles = ["user", "assistant"] * (i % 3 + 1)
+        messages = [{"role": r, "content": x} for r, x in zip(roles, contents, strict=True)]
+        records.append(json.dumps({"messages": messages}))
+    splits = {"train": 0.5, "validation": 0.5}
+    settings = {"chat": dropped, "append_eos": False, "splits": splits}
+    path = str(tmp_path / "store")
+    prepare(source(tmp_path / "in", records), TOKENIZER, path, **settings)
+    found = {}
+    for name in splits:
+        texts = TokenStore.default_config().set(path=path, split=name).instantiate().texts()
+        found[name] = collections.Counter(text.split("record ")[1].split(".")[0] for text in texts)
+    assert not found["train"].keys() & found["validation"].keys()
+    whole = found["train"] + found["validation"]
+    assert whole == {str(i): i % 3 + 1 for i in range(120)}
 
 
 def test_the_template_travels_with_the_store(store, tmp_path):
