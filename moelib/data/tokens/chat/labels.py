@@ -70,7 +70,7 @@ class Example(NamedTuple):
     text: str
     ids: list[int]
     is_label: npt.NDArray[np.bool_]  # [S].
-    was_cut: bool = False
+    was_cut: bool = False  # Whether later answers are left out.
 
 
 class ChatEncoder:
@@ -84,13 +84,23 @@ class ChatEncoder:
         """Returns the examples of a record: one, or one for each answer.
 
         A template that drops parts of earlier answers, such as their reasoning, makes an example
-        of each answer, with those before it as the template shows them.
+        of each answer, with those before it as the template shows them. Those that are too long
+        are left out, which cuts the conversation.
 
         Raises:
-            RecordError: If it is no conversation to learn from.
+            RecordError: If it is no conversation to learn from, or no example is left.
         """
-        rendered = self._rendered(read_conversation(record))
-        return [self._example(each, self._options.max_length) for each in rendered]
+        examples, left_out = [], []
+        for rendered in self._rendered(read_conversation(record)):
+            try:
+                examples.append(self._example(rendered, self._options.max_length))
+            except RecordError as error:
+                left_out.append(error)
+        if left_out and (not examples or self._options.long == "leave_out"):
+            raise left_out[0]
+        if left_out:
+            examples[-1] = examples[-1]._replace(was_cut=True)
+        return examples
 
     def last_answer(self, conversation: Conversation) -> Example:
         """Returns a whole conversation of which the last message alone is labels.
@@ -203,7 +213,7 @@ def _turn(
         )
     turn, content = with_turn[len(before) :], message["content"].rstrip()
     trimmed = turn.rstrip()
-    if trimmed.endswith(content):  # White space is all that ends the answer.
+    if content and trimmed.endswith(content):  # White space is all that ends the answer.
         trimmed = turn
     return Rendered(with_turn, [(len(before), len(before) + len(trimmed))])
 

@@ -123,6 +123,37 @@ def test_a_template_that_drops_reasoning_makes_an_example_of_each_answer(tokeniz
     assert "hm" not in second.text
 
 
+def test_of_examples_of_answers_those_that_fit_are_kept(bytes_with_end):
+    messages = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "<think>hm</think>2"},
+        {"role": "user", "content": "2+2?" * 25},
+        {"role": "assistant", "content": "<think>easy</think>4"},
+    ]
+    template = TEMPLATES["reasoning of earlier turns is dropped"]
+    encoder = ChatEncoder(options(template, max_length=100), bytes_with_end)
+    (example,) = encoder.examples({"messages": messages})
+    answer = "<|im_start|>assistant\n<think>hm</think>2<|im_end|>"
+    assert example.text.rstrip() == "<|im_start|>user\n1+1?<|im_end|>\n" + answer
+    assert example.was_cut
+    encoder = ChatEncoder(options(template, max_length=100, long="leave_out"), bytes_with_end)
+    with pytest.raises(RecordError, match="longer than 100 tokens"):
+        encoder.examples({"messages": messages})
+
+
+def test_the_line_end_after_calls_is_no_label(bytes_with_end):
+    template = (
+        "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}"
+        "{% for call in m.tool_calls or [] %}{{ '<call>' + call.name }}{% endfor %}"
+        "{{ '<|end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    )
+    answer = {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}
+    record = {"messages": [{"role": "user", "content": "a"}, answer]}
+    (example,) = ChatEncoder(options(template), bytes_with_end).examples(record)
+    labels = [i for i, x in zip(example.ids, example.is_label, strict=True) if x]
+    assert bytes_with_end.decode(labels) == "<call>f<|end|>"
+
+
 def test_marked_answers_are_the_labels(tokenizer):
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<a>no</a>"}]
     encoder = ChatEncoder(options(TEMPLATES["answers that are marked"]), tokenizer)
