@@ -23,6 +23,7 @@ from moelib.runtime.storage import readable
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 ENDINGS = tuple(stem + packed for stem in DELIMITERS for packed in PACKED)
 
+_MAX_BAD_LINES = 10  # Longer rows with a wrong quote hold rows that would be lost with them.
 _MAX_FIELD_CHARS = 1 << 31 if sys.maxsize > 1 << 32 else sys.maxsize  # Of the module csv: 128 KiB.
 
 
@@ -80,6 +81,8 @@ class DelimitedPart:
                     located = BadRecordError(f"{error}{which}").at(f"{path}:{last}")
                     if isinstance(error, BadRecordError):
                         located = located.because(error.reason)
+                    elif last - first >= _MAX_BAD_LINES:
+                        raise UserError(f"{located}; close the quote of line {first}.") from None
                     if bad_records is None or not header:  # Else a row would be the header.
                         raise located from None
                     bad_records.add(located)

@@ -53,7 +53,7 @@ class FileStamp:
 
 
 def find_files(paths: Sequence[str], endings: tuple[str, ...]) -> list[FileStamp]:
-    """Returns the files that paths name, in the order of `paths` and sorted within each.
+    """Returns the files that paths name, each once, in the order of `paths` and sorted within each.
 
     Args:
         paths: Files, glob patterns (`**` for any depth), or folders, which are searched at any
@@ -80,7 +80,7 @@ def find_files(paths: Sequence[str], endings: tuple[str, ...]) -> list[FileStamp
                 f"{path} matches no file; set paths to a file, a folder{wanted} or a pattern."
             )
         for file in stamps(names):
-            found.setdefault(file.path, file)
+            found.setdefault(os.path.abspath(file.path), file)
     return list(found.values())
 
 

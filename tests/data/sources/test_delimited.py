@@ -61,6 +61,15 @@ def test_a_bad_row_is_skipped_with_the_lines_that_it_takes(tmp_path):
     assert list(_source(tmp_path / "empty.csv").documents()) == []
 
 
+@pytest.mark.parametrize("end", ["", '"quoted",1\n'])
+def test_rows_behind_a_quote_that_is_not_closed_are_not_skipped(tmp_path, end):
+    rows = "".join(f"row {i},{i}\n" for i in range(100))
+    (tmp_path / "a.csv").write_text('text,id\nfine,0\n"unclosed,1\n' + rows + end)
+    last = 103 + bool(end)
+    with pytest.raises(UserError, match=rf"lines 3 to {last} are one row\); close .* line 3\."):
+        list(_source(tmp_path).documents(BadRecords()))
+
+
 def test_a_mark_of_byte_order_and_blank_lines_are_no_text(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbftext,id\r\n\r\na,1\r\n\r\nb,2")
     assert list(_source(tmp_path).documents()) == ["a", "b"]

@@ -163,6 +163,14 @@ def test_linked_folders_and_endings_in_capitals_are_read_once(tmp_path):
     assert list(source.documents()) == ["linked"]
 
 
+def test_a_file_of_two_names_is_read_once(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.chdir(tmp_path)
+    paths = ["a.txt", "./a.txt", str(tmp_path / "a.txt"), "."]
+    source = TextFiles.default_config().set(paths=paths).instantiate()
+    assert list(source.documents()) == ["text"]
+
+
 @pytest.mark.parametrize("ending", ["gz", "zst", "GZ"])
 def test_a_pattern_selects_compressed_files_and_an_empty_one_is_refused(tmp_path, ending):
     record = b'{"text": "one"}\n'
