@@ -167,15 +167,19 @@ def sample_documents(source: Source, num_bytes: int, seed: int = 0) -> Iterator[
     They have `num_bytes` of UTF-8 text, to within a document. Records without a document are
     skipped. `seed` decides the order of parts, of which the first suffice if there are many.
     """
-    parts = source.parts()
-    share = max(num_bytes // len(parts), num_bytes // 64, 1)  # Bytes per part.
-    for index in random_permutation(len(parts), seed).tolist():
-        left = min(share, num_bytes)
-        for text in parts[index].documents(BadRecords()):
-            if left <= 0:
-                break
-            yield text
-            left -= len(text.encode())
-            num_bytes -= len(text.encode())
-        if num_bytes <= 0:
-            return
+    parts, least = source.parts(), max(num_bytes // 64, 1)
+    order = random_permutation(len(parts), seed).tolist()
+    unread = [parts[index].documents(BadRecords()) for index in order]
+    while unread:  # Again if some parts have less than their share.
+        share = max(num_bytes // len(unread), least)
+        for documents in list(unread):
+            left = min(share, num_bytes)
+            while left > 0:
+                if (text := next(documents, None)) is None:
+                    unread.remove(documents)
+                    break
+                yield text
+                left -= len(text.encode())
+                num_bytes -= len(text.encode())
+            if num_bytes <= 0:
+                return

@@ -241,10 +241,12 @@ class Tokenizer(Configurable):
         style) the marker of a space counts as one byte, and so does a byte-fallback token.
         """
         sizes = np.zeros(self.vocab_size, np.int32)
-        special = {t["id"] for t in self._content.get("added_tokens", ()) if t.get("special")}
+        added = {t["id"]: t.get("special") for t in self._content.get("added_tokens", ())}
         byte_level = _is_byte_level(self._content)
         for token, index in self._tokenizer.get_vocab(with_added_tokens=True).items():
-            if index not in special:
+            if index in added:  # Written as it is.
+                sizes[index] = 0 if added[index] else len(token.encode())
+            else:
                 sizes[index] = len(token) if byte_level else _piece_num_bytes(token)
         return sizes
 

@@ -114,6 +114,9 @@ def test_a_sample_or_share_comes_from_all_over_and_has_the_asked_size():
     assert len({int(text) // 64 for text in sample}) == 15  # Parts, of 16.
     assert sample == list(sample_documents(source, 400))
     assert sorted(sample_documents(source, 10_000)) == texts
+    few = InMemorySource.default_config().set(texts=["no"] * 64 + texts).instantiate()
+    sizes = [sum(map(len, sample_documents(few, 3000, seed))) for seed in range(4)]
+    assert all(3000 <= size < 3004 for size in sizes)  # Although the first part has 128 bytes.
     lengths = np.full(1000, 4, np.uint32)
     taken = np.flatnonzero(spread(lengths, 0.1)).tolist()
     assert len(taken) == 101  # The first, and then a tenth.

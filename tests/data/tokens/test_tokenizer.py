@@ -93,6 +93,16 @@ def test_bytes_of_a_tokenizer_with_space_markers(tmp_path):
     assert loaded.token_num_bytes().tolist() == [1, 4, 2, 0]
 
 
+def test_bytes_of_added_tokens_that_are_text_are_those_of_utf8(trained, tmp_path):
+    content = json.loads(trained.to_json())
+    added = content["added_tokens"][0] | {"content": "<｜U｜>", "special": False}
+    content["added_tokens"].append(added | {"id": trained.vocab_size})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    loaded = _load(tmp_path)
+    assert loaded.encode("<｜U｜>") == [trained.vocab_size]
+    assert loaded.token_num_bytes()[-1] == 9  # Three of ASCII, and twice the three of U+FF5C.
+
+
 def test_files_that_are_no_tokenizers_are_named(trained, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere\.json"):
         _load(tmp_path / "nowhere.json")
