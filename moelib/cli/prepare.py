@@ -32,7 +32,9 @@ class Flags:
     eos_token: str | None = flag(
         None, "End-of-text token of --tokenizer; <|endoftext|> if it is not set."
     )
-    train_bpe: int | None = flag(None, "Size of a byte-level BPE to train on the corpus.")
+    train_bpe: int | None = flag(
+        None, "Size of a byte-level BPE to train on the corpus.", of=("text",)
+    )
     train_bpe_mb: int = flag(
         20, "MB of text to train the BPE on, from the split train.", lower_bound=1
     )

@@ -146,8 +146,11 @@ def plan_store(
             "chat: the template writes BOS and ends; set append_eos and prepend_bos to False."
         )
     parts = tuple(source.parts())
+    hashed = fingerprint(parts)
+    if chat is not None:
+        chat = _with_day_of_store(chat, output_dir.rstrip("/"), hashed)
     plan = {
-        "source": fingerprint(parts),
+        "source": hashed,
         "tokenizer": tokenizer.fingerprint,
         "append_eos": append_eos,
         "bos_token": bos_token or "",
@@ -158,6 +161,15 @@ def plan_store(
     options = PartOptions(append_eos, skip_bad_records, prepend_bos, chat)
     of_tokenizer = tokenizer.eos_token, bos_token, tokenizer.fingerprint
     return Preparation(output_dir.rstrip("/"), parts, plan, options, of_tokenizer)
+
+
+def _with_day_of_store(chat: ChatOptions, output_dir: str, source: str) -> ChatOptions:
+    """Returns settings with the day of a store of the same source: the files may be touched."""
+    for folder in (output_dir, output_dir + ".partial"):
+        found = read_json(os.path.join(folder, STORE_MARK))
+        if found.get("source") == source and found.get("chat"):
+            return dataclasses.replace(chat, today=found["chat"]["today"])
+    return chat
 
 
 def begin_store(preparation: Preparation, tokenizer: Tokenizer) -> None:

@@ -143,5 +143,8 @@ def _checked(index: int, message: Any) -> dict[str, Any]:
     content = _text("" if calls and not content else content, f"{name}.content")
     if not content.strip() and not calls:
         raise RecordError("an empty message", f"{name}.content is {content!r:.40}")
+    if role == "assistant" and message.get("weight") not in (None, 1):
+        detail = f"{name}.weight={message['weight']!r:.40}; all answers are labels: remove it"
+        raise RecordError("an answer with a weight", detail)
     kept = {key: value for key, value in message.items() if value is not None}
     return kept | {"content": content}

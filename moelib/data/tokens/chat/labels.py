@@ -29,7 +29,8 @@ class ChatOptions:
     template: str  # The template, in Jinja.
     bos_token: str  # As the template sees it.
     eos_token: str
-    today: str  # Day that the template may show, as 2026-11-28.
+    # Day that the template may show, as 2026-11-28. A store that is there keeps its day.
+    today: str
     # Maximum number of tokens; None for no limit.
     max_length: int | None = None
     # Treatment of a longer conversation: cut after the last whole answer that fits, or left out.
@@ -108,8 +109,11 @@ class ChatEncoder:
         Raises:
             RecordError: If the template refuses it.
         """
-        rendered = self._rendered(conversation)[-1]
-        return self._example(rendered._replace(spans=rendered.spans[-1:]), None)
+        rendered, num_before = self._rendered(conversation)[-1], -1
+        if self._template.marks_answers:  # Maybe the content and the calls of one alone.
+            earlier = conversation._replace(messages=conversation.messages[:-1])
+            num_before = len(self._rendered(earlier)[0].spans)
+        return self._example(rendered._replace(spans=rendered.spans[num_before:]), None)
 
     def prompt(self, conversation: Conversation) -> list[int]:
         """Returns the ids of a conversation up to where the model continues.

@@ -73,6 +73,11 @@ def test_tools_and_their_calls_are_kept():
             "a message that lacks from or value",
             "conversations[0] is {",
         ),
+        (
+            {"messages": [USER, ANSWER | {"weight": 0}, USER, ANSWER | {"weight": 1}]},
+            "an answer with a weight",
+            "messages[1].weight=0",
+        ),
         ({"instruction": 5, "output": "a"}, "content that is no text", "instruction is 5"),
     ],
 )

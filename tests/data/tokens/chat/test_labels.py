@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from moelib.data.tokens.chat.conversation import RecordError
+from moelib.data.tokens.chat.conversation import Conversation, RecordError
 from moelib.data.tokens.chat.labels import ChatEncoder, ChatOptions, bounds_of
 from moelib.data.tokens.tokenizer import ByteTokenizer, Tokenizer, train_bpe
 from tests.data.tokens.chat.templates import TEMPLATES
@@ -160,6 +160,26 @@ def test_marked_answers_are_the_labels(tokenizer):
     (example,) = encoder.examples({"messages": messages})
     text = tokenizer.decode([i for i, x in zip(example.ids, example.is_label, strict=True) if x])
     assert text.strip(" ") == "<a>no</a></a>"
+
+
+def test_the_last_answer_is_all_that_the_template_marks_in_it(bytes_with_end):
+    mark = "{% generation %}{{ X }}{% endgeneration %}"
+    template = (
+        "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}"
+        + mark.replace("X", "m.content")
+        + "-"
+        + mark.replace("X", "m.tool_calls[0].name + '<|end|>'")
+        + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    answers = [
+        {"role": "assistant", "content": f"a{i}", "tool_calls": [{"name": f"f{i}"}]}
+        for i in range(2)
+    ]
+    user = {"role": "user", "content": "q"}
+    encoder = ChatEncoder(options(template), bytes_with_end)
+    example = encoder.last_answer(Conversation([user, answers[0], user, answers[1]]))
+    labels = [i for i, x in zip(example.ids, example.is_label, strict=True) if x]
+    assert bytes_with_end.decode(labels) == "a1f1<|end|>"
 
 
 @pytest.fixture(scope="module")

@@ -201,8 +201,10 @@ def test_the_template_travels_with_the_store(store, tmp_path):
     [
         (
             "llama3",
-            "<s><|start_header_id|>user<|end_header_id|>\n\nq<|eot_id|>"
-            "<|start_header_id|>assistant<|end_header_id|>\n\na<|eot_id|>",
+            (
+                "<s><|start_header_id|>user<|end_header_id|>\n\nq<|eot_id|>"
+                "<|start_header_id|>assistant<|end_header_id|>\n\na<|eot_id|>"
+            ),
         ),
         ("plain", "User:\nq\n\nAssistant:\na<|end|>\n\n"),
     ],
@@ -327,6 +329,27 @@ def test_the_day_of_the_template_is_that_of_the_data(tmp_path):
     template = ChatTemplate("{{ strftime_now('%Y') }}")
     assert chat_options(template, records).today == "2033-05-18"
     assert chat_options(ChatTemplate("no day"), records).today == "1970-01-01"
+
+
+def test_a_store_of_touched_files_is_found_with_its_day(tmp_path):
+    template = ChatTemplate("{{ strftime_now('%Y') }}" + chat_labels.TEMPLATE)
+    write_jsonl(tmp_path / "a.jsonl", RECORDS)
+    for seconds in (1e9, 2e9):
+        os.utime(tmp_path / "a.jsonl", (seconds, seconds))
+        records = source_for_path(str(tmp_path / "a.jsonl"), text_field=None).instantiate()
+        settings = CHAT | {"chat": chat_options(template, records)}
+        made = prepare(records, TOKENIZER, str(tmp_path / "store"), **settings)
+        assert next(made.texts()).startswith("2001")
+    write_jsonl(tmp_path / "a.jsonl", RECORDS[1:])
+    records = source_for_path(str(tmp_path / "a.jsonl"), text_field=None).instantiate()
+    with pytest.raises(UserError, match="different source and chat"):
+        prepare(records, TOKENIZER, str(tmp_path / "store"), **settings)
+
+
+def test_no_tokenizer_is_trained_on_records_of_conversations(tmp_path, capfd):
+    flags = [f"--source={tmp_path}", f"--output={tmp_path / 'out'}", "--format=chat"]
+    assert cli.run(["prepare", *flags, "--train_bpe=300"]) == 2
+    assert "--train_bpe is of --format text" in capfd.readouterr().err
 
 
 def test_the_command_requires_a_template(tmp_path, capfd):
