@@ -37,8 +37,14 @@ def plain(known: Reference) -> None:
 
 
 def _difference(form: Plain, want: Mapping[str, Any], got: Mapping[str, Any]) -> Difference | None:
-    """Returns the difference that comes first in the forward pass."""
-    paths = [path for path in want if path in got and np.size(want[path])]
+    """Returns the difference that comes first in the forward pass.
+
+    Raises CheckFailedError if a value is missing. The step has others, of the learner.
+    """
+    # `Plain.metrics` leaves out a metric "loss/a", next to "loss".
+    paths = [x for x in want if np.size(want[x]) and (x in got or x.split("/")[0] not in got)]
+    if missing := [path for path in paths if path not in got]:
+        raise CheckFailedError(f"{missing[0]} is missing from the results of the step.")
     pair = ({path: np.ravel(x[path]) for path in paths} for x in (want, got))
     return first_difference(*map(form.in_order, pair), relative=TOLERANCE, floor=1e-6)
 

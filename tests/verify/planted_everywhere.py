@@ -144,6 +144,11 @@ def scan_without_state_updates(known, self, outputs):
     known(self, [part._replace(state_updates={}) for part in outputs])
 
 
+@replaces(step_module, "collect", "plain")
+def metrics_of_layers_are_lost(known, loss, metrics, collection, *rest):
+    return known(loss, metrics, collection._replace(summaries={}), *rest)
+
+
 # -- d: the learner --------------------------------------------------------------------------------
 
 
