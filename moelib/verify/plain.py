@@ -49,7 +49,6 @@ class Plain:
 
         `keep` may have "stack" and "dispatcher".
         """
-        self.keep = keep
         self._trainer = trainer
         cfg = trainer.config.model.clone(name="model")
         self.unquantized = _without_quantization(cfg)  # Paths and schemes left out; "" if none.
@@ -68,7 +67,7 @@ class Plain:
 
     def layers_apart(self, values: Nested) -> Nested:
         """Returns parameters of the trainer's layers, nested by the names that layers have here."""
-        return values if "stack" in self.keep else _layers_apart(self._trainer.model, values)
+        return _layers_apart(self._trainer.model, self.model, values)
 
     def by_layer(self, values: Nested) -> dict[str, Any]:
         """Returns parameters of the trainer's layers by path, in forward order."""
@@ -96,8 +95,7 @@ class Plain:
             found.setdefault(array, {})[index] = value
         values = {name: np.array([x[i] for i in sorted(x)]) for name, x in found.items()}
         nested = tree.unflatten(values)
-        if "stack" not in self.keep:
-            nested = _layers_apart(self._trainer.model, nested, flat=True)
+        nested = _layers_apart(self._trainer.model, self.model, nested, flat=True)
         return self.in_order(tree.by_path(nested))
 
     def in_order(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,26 +183,26 @@ def _without_quantization(cfg: Any) -> str:
     return ", ".join(found)
 
 
-def _layers_apart(layer: Module, values: Nested, *, flat: bool = False) -> Nested:
-    """Returns nested arrays with each copy of a stacked layer under its own name.
+def _layers_apart(layer: Module, plain: Any, values: Nested, *, flat: bool = False) -> Nested:
+    """Returns nested arrays with each copy of a stacked layer under its own name in the plain form.
 
     With `flat`, arrays have one dimension, in which those of the copies follow one another.
     """
     out: Nested = {}
     for name, value in values.items():
-        child = layer.children.get(name)
+        child, same = layer.children.get(name), plain.children.get(name)
         if not isinstance(value, dict) or child is None:
             out[name] = value
             continue
-        copies = layer.copies(name) if isinstance(layer, BaseLayer) else None
+        copies = layer.copies(name) if same is None and isinstance(layer, BaseLayer) else None
         if copies is None:
-            out[name] = _layers_apart(child, value, flat=flat)
+            out[name] = value if same is None else _layers_apart(child, same, value, flat=flat)
             continue
         shape = (len(copies), -1)
         stacked = jax.tree.map(lambda x, shape=shape: x.reshape(shape), value) if flat else value
         for i, copy in enumerate(copies):
             one = jax.tree.map(operator.itemgetter(i), stacked)
-            out[copy] = _layers_apart(child, one, flat=flat)
+            out[copy] = _layers_apart(child, plain.children[copy], one, flat=flat)
     return out
 
 

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from moelib.core import tree
+from moelib.core.param import specs_by_path
 from moelib.layers.embedding import Embedding
+from moelib.layers.transformer import ScanStack
 from moelib.train.state import TrainerState
 from moelib.verify import reference, run
 from moelib.verify.batches import packed_batch
@@ -18,6 +20,26 @@ from moelib.verify.reference import Reference, check_rounded_gradients, make_ref
 from moelib.verify.step_probe import Observed, Probe
 from tests import tiny as models
 from tests.verify.tiny import tiny
+
+# -- Layers of the plain form ----------------------------------------------------------------------
+
+
+class UsersStack(ScanStack):
+    """A stack without a plain form."""
+
+
+@pytest.mark.parametrize("stack", [ScanStack, UsersStack])
+def test_parameters_are_nested_as_in_the_plain_form(tmp_path, stack):
+    layer = models.transformer_layer()
+    decoder = models.stacked(layer, stack=stack, num_layers=3, first_layers=[layer])
+    model = models.model_config(decoder)
+    trainer = models.trainer_config(tmp_path, model=model, evaler=False).instantiate(parent=None)
+    plain = Plain(trainer)
+    found = plain.layers_apart(jax.device_get(models.initial(trainer.model)))
+    want = specs_by_path(plain.model.create_parameter_specs_recursively())
+    shapes = {path: x.shape for path, x in tree.by_path(found).items()}
+    assert shapes == {path: spec.shape for path, spec in want.items()}
+
 
 # -- Ties ------------------------------------------------------------------------------------------
 
