@@ -19,13 +19,21 @@ def vocab_size(cfg: Any) -> int:
 
 
 def batches_of(trainer: Any) -> Iterator[Batch]:
-    """Yields packed batches for a trainer's step; its input's own if its model reads no tokens."""
+    """Yields packed batches for a trainer's step; its input's own if its model reads no tokens.
+
+    Those of an input with the arrays of the model's objective have normal numbers in them.
+    """
     cfg = trainer.config
     if not trainer.model.is_language_model:
         yield from trainer.input.iterator()
     sizes = cfg.input.global_batch_size, cfg.input.seq_len, vocab_size(cfg)
+    objective = dict(cfg.model.items()).get("objective")
+    specs = {} if objective is None else cfg.input.abstract_batch(lambda: trainer.input)
+    specs = {name: x for name, x in specs.items() if name in objective.klass.arrays}
     for seed in itertools.count():
-        yield packed_batch(*sizes, seed)
+        rng = np.random.default_rng(seed)
+        drawn = {n: rng.normal(size=x.shape).astype(x.dtype) for n, x in specs.items()}
+        yield packed_batch(*sizes, seed) | drawn
 
 
 def num_sequences(batch: Batch) -> int:

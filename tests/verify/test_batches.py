@@ -1,9 +1,14 @@
 """Batches of `verify`: their content, and the effect of each change."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+from moelib.data.batches.pair_input import PairInput
+from moelib.models.objective import DirectPreference
 from moelib.verify import batches
+from tests.tiny import model_config
 
 BATCH = batches.packed_batch(8, 32, 50, seed=0)
 
@@ -55,3 +60,15 @@ def test_twice_has_two_tokens_for_each_of_once():
 def test_sequences_without_room_are_refused():
     with pytest.raises(ValueError, match=r"input\.seq_len=8"):
         batches.packed_batch(8, 8, 50, seed=0)
+
+
+def test_an_objective_has_its_arrays():
+    model = model_config(objective=DirectPreference.default_config())
+    pairs = PairInput.default_config().set(global_batch_size=4, seq_len=16)
+    config = SimpleNamespace(model=model, input=pairs)
+    trainer = SimpleNamespace(config=config, model=model.instantiate(parent=None))
+    drawn = batches.batches_of(trainer)
+    first, second = next(drawn), next(drawn)
+    assert DirectPreference.default_config().instantiate().applies_to(first)
+    assert first["reference_log_probs"].shape == (4, 2)  # Of each pair's two answers.
+    assert not np.array_equal(first["reference_log_probs"], second["reference_log_probs"])
