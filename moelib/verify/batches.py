@@ -27,7 +27,7 @@ def batches_of(trainer: Any) -> Iterator[Batch]:
     if not trainer.model.is_language_model:
         yield from trainer.input.iterator()
     sizes = cfg.input.global_batch_size, cfg.input.seq_len, vocab_size(cfg)
-    objective = dict(cfg.model.items()).get("objective")
+    objective: Any = dict(cfg.model.items()).get("objective")
     specs = {} if objective is None else cfg.input.abstract_batch(lambda: trainer.input)
     specs = {name: x for name, x in specs.items() if name in objective.klass.arrays}
     for seed in itertools.count():

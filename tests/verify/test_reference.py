@@ -41,6 +41,24 @@ def test_parameters_are_nested_as_in_the_plain_form(tmp_path, stack):
     assert shapes == {path: spec.shape for path, spec in want.items()}
 
 
+# -- Random numbers --------------------------------------------------------------------------------
+
+
+class WithARandomLoss(Embedding):
+    """An embedding with an auxiliary loss that depends on the random key alone."""
+
+    def forward(self, ids: Any) -> Any:
+        self.add_aux_loss("noise", jax.random.uniform(self.prng_key), weight=0.1)
+        return super().forward(ids)
+
+
+def test_a_random_auxiliary_loss_is_seen(tmp_path):
+    cfg = tiny().set(dir=str(tmp_path), checkpointer=None)
+    cfg.model.embedding = WithARandomLoss.default_config()
+    probe = Probe(cfg, {}, jax.devices()[:1])
+    assert make_reference(probe, jax.device_get(probe.initial(0))).is_random
+
+
 # -- Ties ------------------------------------------------------------------------------------------
 
 
