@@ -451,7 +451,7 @@ class BaseLayer(Module):
         return specs | self._adapter_specs(specs)
 
     def _adapter_specs(self, specs: dict[str, ParameterSpec]) -> dict[str, ParameterSpec]:
-        """Returns the specs of the adapters of this layer's weights."""
+        """Returns the specs of the adapters of this layer's weights, and of these weights."""
         if self.config.adapter is None:
             return {}
         adapter = self.config.adapter.instantiate()
@@ -463,6 +463,7 @@ class BaseLayer(Module):
         adapters: dict[str, ParameterSpec] = {}
         for name in names:
             adapters |= adapter.specs(name, specs[name])
+            adapters[name] = dataclasses.replace(specs[name], weight_decay_scale=0.0)  # Frozen.
         return adapters
 
     def _initialize_layer_parameters(self, prng_key: jax.Array, prebuilt: Nested) -> Nested:

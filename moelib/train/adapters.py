@@ -29,10 +29,11 @@ def add_adapters(
     rs_lora: bool = False,
     train_router: bool = False,
 ) -> Any:
-    """Sets the adapters of a config's layers, and freezes all other parameters; returns the config.
+    """Sets the adapters of a config's layers; returns the config.
 
     A trainer's rules of updates are replaced: only adapters have gradients and state of the
-    optimizer. Losses and biases that balance the load of experts are turned off.
+    optimizer. Of a model alone, only weights with an adapter are frozen. Losses and biases that
+    balance the load of experts are turned off.
 
     Args:
         cfg: Config of a model or trainer, which is changed.

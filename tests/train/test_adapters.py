@@ -3,13 +3,17 @@
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from moelib.core import tree
+from moelib.core.config import config_for_function
 from moelib.core.errors import UserError
 from moelib.layers.adapter import is_adapter
 from moelib.layers.moe.balance import BiasBalancing
+from moelib.learner.learner import Learner
+from moelib.learner.optimizers import adamw_optimizer
 from moelib.train.adapters import AddAdapters, add_adapters
 from moelib.train.init_from import InitFrom
 from tests import tiny
@@ -153,3 +157,24 @@ def test_a_rank_of_0_is_refused(field):
 def test_a_base_of_other_shapes_is_refused(base, tmp_path):
     with pytest.raises(UserError, match=r"\[2, 4, 24, 16\].*\[2, 4, 32, 16\]"):
         run(from_base(tmp_path, base, hidden_dim=32))
+
+
+def test_a_weight_with_an_adapter_does_not_decay_without_rules_too():
+    model = add_adapters(tiny.model_config(), ".*self_attention").instantiate(parent=None)
+    specs, params = model.create_parameter_specs_recursively(), tiny.initial(model)
+    optimizer = config_for_function(adamw_optimizer).set(learning_rate=0.1, weight_decay=0.5)
+    learner = Learner.default_config().set(name="learner", optimizer=optimizer)
+    learner = learner.instantiate(parent=None, param_specs=specs)
+    update = learner.update(
+        gradients=jax.tree.map(jnp.zeros_like, params),
+        state=learner.init(params),
+        params=params,
+        loss=jnp.ones(()),
+    )
+    after, before = tree.by_path(update.params), tree.by_path(params)
+    norm = lambda x: float(np.linalg.norm(np.ravel(x)))
+    share = {path: norm(x) / norm(before[path]) for path, x in after.items() if np.any(x)}
+    attention = {p: x for p, x in share.items() if "/self_attention/" in p and not is_adapter(p)}
+    assert set(attention.values()) == {1.0}
+    assert share["embedding/weight"] == pytest.approx(1 - 0.1 * 0.5)
+    assert share[next(path for path in share if path.endswith("_lora_a"))] == pytest.approx(0.95)
