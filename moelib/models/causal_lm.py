@@ -95,6 +95,11 @@ class CausalLM(StackedModel):
             )
             self._add_child("lm_head", head)
         self._objective: Objective | None = maybe_instantiate(cfg.objective)
+        if cfg.objective is not None and cfg.z_loss:
+            raise UserError(
+                f"{self._title()}: z_loss={cfg.z_loss}, but the loss of objective has no z-loss; "
+                "set z_loss to 0.0."
+            )
         if cfg.multi_token_prediction is not None:
             if cfg.objective is not None:
                 raise UserError(

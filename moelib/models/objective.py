@@ -164,7 +164,8 @@ class PolicyGradient(Objective):
         """Returns the loss and metrics.
 
         They are `mismatch`, the absolute difference of sampler and trainer in nats per token;
-        `clipped`, the share of tokens without a gradient; and `reward`, if the batch has `rewards`.
+        `clipped`, the share of tokens whose gradient is 0 because of their ratio, not of their
+        advantage; and `reward`, if the batch has `rewards`.
         """
         cfg: PolicyGradient.Config = self.config
         mask, sampler = batch["target_labels"] >= 0, batch["sampler_log_probs"]
@@ -186,11 +187,12 @@ class PolicyGradient(Objective):
         difference, tokens = mismatch(old, sampler, mask)
         ratio = policy_ratios(now, old, mask, cfg.ratio)
         gain = batch["advantages"][:, None]
-        outside = jnp.where(gain > 0, ratio > 1 + cfg.clip_above, ratio < 1 - cfg.clip_below)
+        above, below = ratio > 1 + cfg.clip_above, ratio < 1 - cfg.clip_below
+        outside = (gain > 0) & above | (gain < 0) & below
         per_token = jnp.maximum(tokens, 1.0)
         metrics: dict[str, Metric] = {
             "mismatch": weighted(difference / per_token, tokens),
-            "clipped": weighted(jnp.sum(outside & mask) / per_token, tokens),
+            "clipped": weighted(jnp.sum(outside & mask, dtype=jnp.float32) / per_token, tokens),
         }
         if "rewards" in batch:
             metrics["reward"] = weighted(jnp.mean(batch["rewards"]), len(mask))

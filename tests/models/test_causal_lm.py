@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moelib.core.errors import UserError
 from moelib.core.precision import cast_parameters
 from moelib.layers.linear import Linear
 from moelib.layers.moe.balance import BiasBalancing
 from moelib.layers.moe.router import Router
+from moelib.models.objective import DirectPreference
 from tests import tiny
 from tests.layers.calling import call
 
@@ -140,4 +142,10 @@ def test_a_bfloat16_step_keeps_routers_in_float32_and_the_loss_close():
 def test_a_head_with_a_bias_is_refused():
     cfg = tiny.model_config(lm_head=Linear.default_config().set(bias=True))
     with pytest.raises(ValueError, match=r"lm_head\.bias.*True"):
+        cfg.instantiate(parent=None)
+
+
+def test_a_z_loss_with_an_objective_that_has_none_is_refused():
+    cfg = tiny.model_config(objective=DirectPreference.default_config(), z_loss=1e-4)
+    with pytest.raises(UserError, match=r"z_loss=0\.0001"):
         cfg.instantiate(parent=None)

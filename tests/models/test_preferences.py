@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from moelib.core.errors import UserError
+from moelib.models.objective import PolicyGradient
 from moelib.models.preferences import (
     dpo_loss,
     group_advantages,
@@ -131,3 +132,16 @@ def test_weights_of_another_sampler_are_cut_and_have_no_gradient():
 def test_bad_settings_are_refused(call, message):
     with pytest.raises(UserError, match=message):
         call(jnp.zeros(3))
+
+
+def test_tokens_are_clipped_by_the_sign_of_the_advantage():
+    """As `clip_ratio` of TRL: an answer with advantage 0 has no clipped token."""
+    ratios = jnp.tile(jnp.array([0.5, 1.5]), (3, 1))
+    batch = {
+        "target_labels": jnp.ones((3, 2), jnp.int32),
+        "advantages": jnp.array([1.0, -1.0, 0.0]),
+        "sampler_log_probs": jnp.zeros((3, 2)),
+        "old_log_probs": jnp.zeros((3, 2)),
+    }
+    _, metrics = PolicyGradient.default_config().instantiate().loss(jnp.log(ratios), batch)
+    np.testing.assert_allclose(metrics["clipped"].mean, 2 / 6, rtol=1e-6)
