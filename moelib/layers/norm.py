@@ -6,6 +6,8 @@ from jaxtyping import Array, Float
 
 from moelib.core.config import REQUIRED, Required, config_class
 from moelib.core.config_types import PositiveFloat, PositiveInt
+from moelib.core.errors import UserError
+from moelib.core.module import Module
 from moelib.core.param import ParameterSpec
 from moelib.layers import initializers
 from moelib.layers.base import BaseLayer, bias_spec
@@ -36,6 +38,15 @@ class RMSNorm(BaseNorm):
     class Config(BaseNorm.Config):
         zero_centered: bool = False  # Whether the parameter is the scale minus 1, from 0.
         num_groups: PositiveInt = 1  # Equal parts of D, each divided by its own rms (Mamba-2).
+
+    def __init__(self, cfg: Config, *, parent: Module | None) -> None:
+        super().__init__(cfg, parent=parent)
+        cfg = self.config
+        if cfg.dim % cfg.num_groups:
+            raise UserError(
+                f"{self._title()}: num_groups={cfg.num_groups} does not divide dim={cfg.dim}; set "
+                "it to a divisor."
+            )
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         if not self.config.zero_centered:

@@ -162,6 +162,8 @@ class YarnRotaryEmbedding(RotaryEmbedding):
         super().__init__(cfg, parent=parent)
         cfg = self.config
         _check_extension(self, "beta_fast", "beta_slow", may_equal=True)
+        if cfg.theta <= 1:
+            raise UserError(f"{self._title()}: theta={cfg.theta}; set it above 1.")
         if cfg.attention_factor is not None and (cfg.mscale, cfg.mscale_all_dim) != (1, 0):
             raise UserError(
                 f"{self._title()}: attention_factor={cfg.attention_factor} overrides mscale="

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moelib.core.errors import UserError
 from moelib.layers.norm import LayerNorm, RMSNorm
 from tests.layers.calling import build, call, initial, normal
 
@@ -67,3 +68,8 @@ def test_zeros_have_a_finite_output_and_gradient(norm):
     value, grad = jax.value_and_grad(lambda x: jnp.sum(call(layer, params, x)))(jnp.zeros((2, 6)))
     assert float(value) == 0
     assert np.isfinite(grad).all()
+
+
+def test_groups_that_do_not_divide_the_dimension_are_refused():
+    with pytest.raises(UserError, match="num_groups=3 does not divide dim=10"):
+        build(RMSNorm.default_config(), dim=10, num_groups=3)

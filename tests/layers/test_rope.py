@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from moelib.core.errors import UserError
 from moelib.layers.rope import (
     LinearRotaryEmbedding,
     Llama3RotaryEmbedding,
@@ -104,3 +105,8 @@ def test_llama3_slows_pairs_by_their_wavelength(settings):
     x = normal(2, 4, 3, 128)
     got = call(layer, {}, x, POSITIONS)
     np.testing.assert_allclose(np.linalg.norm(got, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-5)
+
+
+def test_yarn_refuses_frequencies_that_are_all_equal():
+    with pytest.raises(UserError, match=r"theta=1\.0"):
+        build(YarnRotaryEmbedding.default_config(), theta=1.0, factor=2.0, original_context=8)

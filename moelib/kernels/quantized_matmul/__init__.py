@@ -8,8 +8,9 @@
 | d w = x^T d y | of experts | x 128 x 1, along rows | d y 128 x 1, along rows |
 
 Blocks along tokens are those of one sequence, so that the mesh and the number of micro-batches
-change nothing. Rows of experts are in blocks of 128 from the first row of all experts; a block with
-rows of two experts has one scale. Products are summed in float32. The gradient of a weight is
+change no dense product; schemes with one scale per array take that of a whole micro-batch. Rows of
+experts are in blocks of 128 from the first row of all experts; a block with rows of two experts has
+one scale. Products are summed in float32. The gradient of a weight is
 straight through: that of the quantized weight. A scheme may give d y another dtype: `FP8_TENSOR`
 has E5M2 for it, and E4M3 for x and w.
 
