@@ -119,7 +119,7 @@ class Checkpointer(Module):
         self._writer: DiskWriter | ObjectStoreWriter | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: _Pending | None = None
-        self._damaged: set[int] = set()
+        self.damaged: set[int] = set()  # Steps of durable ones that are known to be damaged.
         self._complete_step = 0
         self.last_error: BaseException | None = None  # Of the newest save, if it failed.
 
@@ -143,7 +143,7 @@ class Checkpointer(Module):
 
     def latest_step(self) -> int | None:
         """Returns the step of the newest complete checkpoint not known to be damaged."""
-        return max(contents.list_checkpoints(self.dir).keys() - self._damaged, default=None)
+        return max(contents.list_checkpoints(self.dir).keys() - self.damaged, default=None)
 
     def best_step(self) -> int | None:
         """Returns the step of the checkpoint with the best `best_metric`; None if none has it."""
@@ -180,7 +180,7 @@ class Checkpointer(Module):
         written = self._thread.submit(self._finish, path, run, arrays, started)
         self._pending = _Pending(run.step, written)
         self.last_error = None
-        self._damaged.discard(run.step)
+        self.damaged.discard(run.step)
         if self.config.wait == "after_save":
             self.wait()
 
@@ -276,11 +276,11 @@ class Checkpointer(Module):
             logger.warning("No old checkpoint is deleted: %s", error)
             return
         metrics: dict[int, float | None] = {}
-        for step in found.keys() - self._damaged:
+        for step in found.keys() - self.damaged:
             try:
                 record = CheckpointRecord.read(found[step])
             except DamagedCheckpointError:
-                self._damaged.add(step)
+                self.damaged.add(step)
             except UnreadableCheckpointError as error:
                 logger.warning("No old checkpoint is deleted: %s", error)
                 return
@@ -294,7 +294,7 @@ class Checkpointer(Module):
             best_mode=cfg.best_mode,
         )
         oldest, every = min(kept, default=0), cfg.keep_every_n_steps
-        damaged = {x for x in self._damaged if x < oldest and not (every and x % every == 0)}
+        damaged = {x for x in self.damaged if x < oldest and not (every and x % every == 0)}
         for step in metrics.keys() - kept | found.keys() & damaged:
             _delete(found[step])
 
@@ -324,10 +324,13 @@ class Checkpointer(Module):
         return restored
 
     def _restore_durable(self, found: dict[int, str], target: Any, step: int | None) -> Restored:
+        if step is None:
+            damaged = on_process_0(lambda: sorted(self.damaged))
+            found = {each: path for each, path in found.items() if each not in damaged} or found
         try:
             skip = self.config.skip_checksums
             read = lambda path: restore_checkpoint(path, target, skip_checksums=skip)
-            return newest_readable(found, read, on_damage=self._damaged.add)
+            return newest_readable(found, read, on_damage=self.damaged.add)
         except DamagedCheckpointError as error:
             cure = f"\nMove {self.dir} aside to start from step 0." if step is None else ""
             raise DamagedCheckpointError(f"{error}{cure}") from None

@@ -589,6 +589,8 @@ class SpmdTrainer(StepProgram):
         cfg = self.all_phases.clone(phase=name)
         trainer = type(self)(cfg, parent=None, devices=self._devices)
         trainer._is_of_restored_phase = True
+        if self.saver is not None and trainer.saver is not None:
+            trainer.saver.damaged |= self.saver.damaged
         return trainer
 
     def next_phase(self) -> "SpmdTrainer":

@@ -145,6 +145,18 @@ def test_a_damaged_checkpoint_sends_a_run_back_to_the_phase_before(unbroken, tmp
     tiny.assert_trees_equal(again.params, result.params)
 
 
+@pytest.mark.parametrize("damaged", [[9], [9, 8]])
+def test_damaged_checkpoints_of_a_phase_that_freezes_are_skipped(unbroken, tmp_path, damaged):
+    directory, result = unbroken
+    shutil.copytree(directory, tmp_path / "run")
+    remove_after(tmp_path / "run", 9)
+    for step in damaged:
+        truncate_arrays(step_path(RunFolder(tmp_path / "run").checkpoints, step))
+    again = moelib.fit(config(tmp_path / "run"))
+    tiny.assert_trees_equal(again.params, result.params)
+    assert tiny.losses(tmp_path / "run") == tiny.losses(directory)
+
+
 def test_freed_parameters_begin_with_an_empty_state_of_the_optimizer(tmp_path, caplog):
     cfg = tiny.trainer_config(tmp_path, max_step=4, save_every=1, evaler=False)
     cfg.checkpointer.keep_last_n = 10
