@@ -6,6 +6,7 @@ step, so that no state is saved before its step has been checked.
 """
 
 import contextlib
+import dataclasses
 import logging
 import math
 import numbers
@@ -17,11 +18,13 @@ from typing import Any
 import jax
 
 from moelib.checkpoint.checkpointer import CheckpointSaveError
+from moelib.checkpoint.restore import Restored
 from moelib.core.errors import UserError, first_line
 from moelib.core.metrics import Scalars
 from moelib.data.batches.prefetch import Prefetcher
 from moelib.runs.phases import END_OF_PHASE, last_step, steps_text
 from moelib.runtime.distributed import describe_processes
+from moelib.runtime.processes import on_process_0
 from moelib.runtime.progress import Progress
 from moelib.runtime.table import Table, print_table
 from moelib.train import report
@@ -87,7 +90,9 @@ class TrainLoop(Run):
         self.compile_seconds = 0.0
         self._reached = start.point  # After the step that was dispatched last.
         self._pending: PackedMetrics | None = None  # Metrics of that step, until it is checked.
-        self._kept = start.point  # Of the newest checkpoint, or of the first state.
+        # Position in the data of the newest durable checkpoint, or of the first state.
+        durable = start.durable_position
+        self._kept = start.point.position if durable is None else durable
         self._can_skip = False
         # Step of the newest durable checkpoint of this start.
         self._saved_step = start.step if self._is_saved() else None
@@ -112,7 +117,7 @@ class TrainLoop(Run):
     @property
     def first_to_skip(self) -> int | None:
         """First position in the data that may be skipped; None if the input cannot skip."""
-        return self._kept.position if self._can_skip else None
+        return self._kept if self._can_skip else None
 
     def state(self) -> Any:
         """Returns the state after the steps dispatched."""
@@ -167,7 +172,7 @@ class TrainLoop(Run):
             self._summary_writer.write_text(self.step, "config", self.config.debug_string())
             if (restored := self.start.restored) is not None:
                 self.print(f"restored step {self.step} from {os.path.dirname(restored.path)}")
-                self._evaluate(done=restored.record.metrics)  # The stopped run had no time.
+                self._make_up_for_evaluations(restored)
             if self._stop_requested():
                 pass
             elif self.step < self.last_step:
@@ -339,6 +344,15 @@ class TrainLoop(Run):
                 watcher.evaluated(step, found)
         return found
 
+    def _make_up_for_evaluations(self, restored: Restored) -> None:
+        """Runs the evalers that the stopped run had no time for; its record gets their metrics."""
+        record = restored.record
+        found = self._evaluate(done=record.metrics)
+        self._summaries = record.metrics | found
+        if found and self._is_saved():
+            record = dataclasses.replace(record, metrics=self._summaries)
+            on_process_0(lambda: record.write(restored.path))
+
     def _save(self, summaries: Scalars, *, local: bool = False) -> None:
         """Starts to save the state, unless it is not finite."""
         self.wait()
@@ -357,8 +371,8 @@ class TrainLoop(Run):
         self._blocking_seconds = time.perf_counter() - begin
         if not local:
             self._saved_step, self._skipped_save = step, False
+            self._kept = self._reached.position
             self._evaluations.check_best_metric(summaries)
-        self._kept = self._reached
 
     def _end(self) -> None:
         """Checks the last step, and makes sure that its state is saved."""

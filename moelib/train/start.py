@@ -23,6 +23,8 @@ class Start:
     step: int = 0  # Step of the state.
     input_state: dict[str, Any] | None = None  # Position in the data then; None at the beginning.
     restored: Restored | None = None  # Its checkpoint, without arrays; None for an initial state.
+    # Position in the data of the newest durable checkpoint, if the state is that of a local one.
+    durable_position: int | None = None
     skip_ranges: Sequence[Sequence[int]] = ()  # Ranges [first, stop) of batches to skip.
     # Time of the start, in seconds since 1970.
     began: float = dataclasses.field(default_factory=time.time)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from moelib.core import tree
 from moelib.core.config import did_you_mean
@@ -13,6 +14,7 @@ from moelib.core.errors import UserError
 from moelib.core.param import ParameterSpec, is_spec
 from moelib.core.tree import Nested
 from moelib.learner.learner import Learner
+from moelib.learner.transforms import LearningRateState
 from moelib.parallel import sharding
 
 logger = logging.getLogger(__name__)
@@ -20,6 +22,8 @@ logger = logging.getLogger(__name__)
 # At higher levels LLVM takes 50 s instead of 4 for the random numbers of a few layers, and the code
 # is no faster.
 _ON_CPU = {"xla_backend_optimization_level": 1}
+# States whose `count` is the step of a schedule.
+_SCHEDULED = (LearningRateState, optax.ScaleByScheduleState)
 
 
 class TrainerState(NamedTuple):
@@ -100,10 +104,14 @@ def with_learner(state: TrainerState, learner: Learner, shardings: Any) -> Train
     """Returns the state with that of a learner which updates other parameters.
 
     Arrays that both learners have are kept, in the dtype of the new one; the others have their
-    initial values, which a warning says.
+    initial values, which a warning says. Schedules go on at the steps taken.
     """
     initial = jax.jit(learner.init, out_shardings=shardings)(state.model)
-    old = tree.by_path(tree.to_nested(state.learner))
+    is_scheduled = lambda x: isinstance(x, _SCHEDULED)
+    rates = [path for path, x in tree.flatten_items(initial, is_scheduled) if is_scheduled(x)]
+    # An array for each, as a step donates them.
+    old = {f"{path}/count": state.step - state.learner.skipped_steps for path in rates}
+    old |= tree.by_path(tree.to_nested(state.learner))
     begun: list[str] = []
 
     def kept(path: str, new: jax.Array) -> jax.Array:

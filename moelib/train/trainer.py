@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from moelib.checkpoint.checkpointer import Checkpointer
-from moelib.checkpoint.contents import CheckpointMismatchError, RunRecord
+from moelib.checkpoint.contents import CheckpointMismatchError, RunRecord, newest_record
 from moelib.checkpoint.restore import Restored
 from moelib.checkpoint.safetensors import file_sums
 from moelib.core import precision
@@ -568,10 +568,24 @@ class SpmdTrainer(StepProgram):
             self.step,
             self.input_state,
             restored,
+            durable_position=self._durable_position(),
             skip_ranges=course.ranges_to_skip(cfg, events, self.input_state),
             began=began,
             restore_seconds=time.perf_counter() - begin,
         )
+
+    def _durable_position(self) -> int | None:
+        """Returns the position in the data of the durable checkpoint before a local one.
+
+        It is 0 without one, and None if the state is not local, or that of another run may precede.
+        """
+        saver = self.saver
+        if saver is None or self.restored is None or not saver.is_local(self.restored.path):
+            return None
+        record = agreed(lambda: newest_record(saver.dir, saver.latest_step()))
+        if record is None:
+            return None if self._origin else 0
+        return (input_state_of(record.input, self._host_rows) or {}).get("step")
 
     def _check_phase(self, step: int) -> None:
         """Raises OtherPhase if the step after this one is of another phase than the trainer."""

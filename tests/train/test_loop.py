@@ -132,8 +132,14 @@ def test_stop_precedes_an_evaluation_which_the_resumed_run_makes_up_for(
         patch.setattr(trainer.evalers["val"], "evaluate", lambda *a, **k: pytest.fail("evaluated"))
         assert trainer.run()["step"] == 4
     assert os.listdir(tmp_path / "checkpoints") == ["step_00000004"]
-    tiny.trainer_config(tmp_path).instantiate(parent=None).run()
+    cfg = tiny.trainer_config(tmp_path)
+    cfg.checkpointer.set(keep_last_n=1, keep_best_n=1, best_metric="val/loss", best_mode="max")
+    trainer = cfg.instantiate(parent=None)
+    trainer.run()
     assert evaluations(tmp_path) == expected
+    assert expected[0][1] > expected[1][1]
+    assert trainer.best_step() == 4
+    assert trainer.folder.record(4).metrics["val/loss"] == expected[0][1]
 
 
 @pytest.mark.parametrize(("max_step", "interval"), [(4, 3), (2, 1)])

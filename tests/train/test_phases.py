@@ -1,5 +1,6 @@
 """Phases of a run: their settings, data and state, and runs that stop in each of them."""
 
+import json
 import shutil
 
 import ml_dtypes
@@ -10,10 +11,12 @@ import moelib
 from experiments import flame_moe
 from moelib.checkpoint.contents import CheckpointNotFoundError, list_checkpoints, step_path
 from moelib.checkpoint.restore import restore_arrays
+from moelib.core.config import config_for_function
 from moelib.core.config_text import parse, text_lines
 from moelib.core.errors import UserError
 from moelib.data.tokens.token_store import TokenStore
 from moelib.layers.rope import YarnRotaryEmbedding
+from moelib.learner import schedules, transforms
 from moelib.learner.learner import UpdateType
 from moelib.learner.moments import MomentFormat
 from moelib.operations.runs import list_runs, runs_table
@@ -175,6 +178,24 @@ def test_freed_parameters_begin_with_an_empty_state_of_the_optimizer(tmp_path, c
     assert np.any(steps[3][moments[0]] != 0)
     kept = next(name for name in steps[2] if name.endswith("mu/head"))
     assert np.any(steps[2][kept] != 0)
+
+
+def test_schedules_go_on_in_a_phase_with_another_optimizer(tmp_path):
+    cfg = tiny.trainer_config(tmp_path, max_step=8, save_every=4, evaler=False)
+    schedule = config_for_function(schedules.linear).set(peak_lr=0.02, warmup_steps=2)
+    adamw = cfg.learner.optimizer.set(learning_rate=schedule)
+    clip = config_for_function(transforms.clip_by_global_norm).set(max_norm=1.0)
+    clipped = config_for_function(transforms.chain).set(args=[clip, adamw.clone()])
+    rules = [(".*table", adamw.clone())]
+    changes = {"learner__optimizer": clipped, "learner__update_rules": rules}
+    cfg.phases = {"clipped": phase(4, **changes)}
+    moelib.fit(cfg)
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    logged = {line["step"]: line for line in lines}
+    rates = [0.01, 0.02, 0.02 * 5 / 6, 0.02 * 4 / 6, 0.01, 0.02 * 2 / 6, 0.02 / 6, 0.0]
+    assert [logged[step]["learning_rate"] for step in range(1, 9)] == pytest.approx(rates)
+    of_rule = [logged[step]["learning_rate/rule0"] for step in range(5, 9)]
+    assert of_rule == pytest.approx(rates[4:])
 
 
 def test_the_weights_of_a_phase_are_read_with_its_settings(unbroken):

@@ -81,6 +81,15 @@ def bad_steps_of(directory):
     return [(e["step"], e["action"]) for e in events if e["event"] == "bad_step"]
 
 
+def test_batches_back_to_the_durable_checkpoint_are_skipped_after_local_ones(tmp_path):
+    cfg = config(tmp_path / "run", marked=(8,), save_every=5, max_step=10, skip_before=3)
+    cfg.checkpointer.set(local_dir=str(tmp_path / "local"), local_every_n_steps=1)
+    run(cfg)
+    assert bad_steps_of(tmp_path / "run") == [(9, "rewind"), (9, "skip_batches")]
+    event = [e for e in RunFolder(tmp_path / "run").events() if e["event"] == "bad_step"][-1]
+    assert (event["first"], event["stop"]) == (5, 9)
+
+
 @pytest.mark.parametrize("save_every", [2, 100])
 def test_a_run_that_meets_bad_data_equals_one_that_skips_them(tmp_path, capsys, save_every):
     found = run(config(tmp_path / "a", marked=(4,), save_every=save_every))
