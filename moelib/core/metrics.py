@@ -37,12 +37,14 @@ def maximum(value: Any) -> MaxScalar:
 def combine(a: Any, b: Any) -> Any:
     """Returns the metric over both, two WeightedScalars or two MaxScalars.
 
-    A mean is 0 with weight 0 where both weights are 0.
+    A mean is 0 with weight 0 where both weights are 0; a mean of weight 0, which may be NaN, counts
+    as 0.
     """
     if isinstance(a, MaxScalar):
         return MaxScalar(jnp.maximum(a.value, b.value))
     weight = a.weight + b.weight
-    total = a.mean * a.weight + b.mean * b.weight
+    mean = lambda x: jnp.where(x.weight == 0, 0.0, x.mean)  # A NaN weight stays NaN.
+    total = mean(a) * a.weight + mean(b) * b.weight
     return WeightedScalar(jnp.where(weight > 0, total / jnp.maximum(weight, 1e-30), 0.0), weight)
 
 

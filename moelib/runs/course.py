@@ -37,10 +37,17 @@ def course_of(folder: RunFolder) -> list[dict[str, Any]]:
 def ranges_to_skip(
     cfg: Any, events: Iterable[Mapping[str, Any]], input_state: Mapping[str, Any] | None
 ) -> list[list[int]]:
-    """Returns the ranges of the config, of bad steps and of the restored position, merged."""
+    """Returns the ranges of the config, of bad steps and of the restored position, merged.
+
+    If the config has some, those of the restored position end there: they replace later ones.
+    """
+    state = input_state or {}
+    saved = state.get(SKIPPED, ())
+    if cfg.skip_batches is not None and (end := state.get("step")) is not None:
+        saved = [[first, min(stop, end)] for first, stop in saved if first < end]
     found = [[event["first"], event["stop"]] for event in events if "first" in event]
     found += map(parse_range, cfg.skip_batches or ())
-    return merged([*found, *(input_state or {}).get(SKIPPED, ())])
+    return merged([*found, *saved])
 
 
 def requested(step: int | None, events: Iterable[Mapping[str, Any]]) -> bool:

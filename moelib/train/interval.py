@@ -80,9 +80,10 @@ class LogInterval:
 
     def mean_losses(self) -> tuple[float, float]:
         """Returns the loss and the cross-entropy over the tokens of all steps."""
-        tokens = sum(tokens for tokens, *_ in self._losses) or 1.0
-        loss = sum(tokens * loss for tokens, loss, _ in self._losses)
-        return loss / tokens, sum(tokens * ce for tokens, _, ce in self._losses) / tokens
+        counted = [each for each in self._losses if each[0]]  # A mean over no tokens may be NaN.
+        tokens = sum(tokens for tokens, *_ in counted) or 1.0
+        loss = sum(tokens * loss for tokens, loss, _ in counted)
+        return loss / tokens, sum(tokens * ce for tokens, _, ce in counted) / tokens
 
     def rows(self) -> list[tuple[str, str]]:
         """Returns the row of the final table with the mean loss; none without a step."""

@@ -276,7 +276,9 @@ class TrainLoop(Run):
         of_checkpoints: Scalars = {}
         if (saver := self.checkpointer) is not None:
             of_checkpoints["checkpoint/blocking_seconds"] = self._blocking_seconds
-            of_checkpoints["checkpoint/steps_at_risk"] = step - saver.complete_step
+            of_checkpoints["checkpoint/steps_at_risk"] = step - max(
+                saver.complete_step, self.start.step
+            )
         self._interval.log(step, scalars, of_checkpoints)
 
     # Between steps.

@@ -147,8 +147,8 @@ class SpmdTrainer(StepProgram):
         # Name of the phase whose settings count, to plan or verify one; a run chooses it. None for
         # those before the first.
         phase: str | None = None
-        # Ranges "first:stop" of batches, counted from 0, that are never trained on. A run keeps
-        # them once its data have passed. None skips no batch.
+        # Ranges "first:stop" of batches, counted from 0, that are never trained on. On resume they
+        # replace the saved ones that the data have not reached; None keeps those, if any.
         skip_batches: Sequence[str] | None = None
         # Saves and restores the state; None saves nothing.
         checkpointer: Checkpointer.Config | None = Checkpointer.default_config()
@@ -432,8 +432,21 @@ class SpmdTrainer(StepProgram):
                     break
 
         Watchers, evaluations, logs and checkpoints are of `run`.
+
+        Raises:
+            UserError: If `phases` is set, and `phase` is not; or if `rewind_to` is set.
         """
         cfg = self.config
+        if cfg.phases and cfg.phase is None:
+            raise UserError(
+                f"phases={list(cfg.phases)}: batches() has the settings of one phase; set phase to "
+                "its name, remove phases, or call moelib.fit."
+            )
+        if cfg.rewind_to is not None:
+            raise UserError(
+                f"rewind_to={cfg.rewind_to}: batches() goes on from the current state; call "
+                f"restore_checkpoint({cfg.rewind_to}), and set rewind_to to None."
+            )
         on_process_0(lambda: storage.make_folder(cfg.dir))
         skipped = course.ranges_to_skip(cfg, course.course_of(self.folder), self.input_state)
         start = Start(self.step, self.input_state, skip_ranges=skipped)

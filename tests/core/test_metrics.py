@@ -27,6 +27,15 @@ def test_nothing_has_mean_and_weight_zero():
     assert (float(something.mean), float(something.weight)) == (5.0, 2.0)
 
 
+@pytest.mark.parametrize("mean", [jnp.nan, jnp.inf])
+def test_a_mean_over_no_tokens_counts_as_zero(mean):
+    for pair in ((weighted(mean, 0), weighted(1.0, 5)), (weighted(1.0, 5), weighted(mean, 0))):
+        both = combine(*pair)
+        assert (float(both.mean), float(both.weight)) == (1.0, 5.0)
+    assert jnp.isnan(combine(weighted(1.0, jnp.nan), weighted(1.0, 5)).weight)
+    assert jnp.isnan(combine(weighted(jnp.nan, 2), weighted(1.0, 5)).mean)
+
+
 def test_a_part_without_weight_does_not_spoil_the_gradient():
     def mean(x: jax.Array) -> jax.Array:
         return combine(weighted(x, 0), weighted(x, 0)).mean

@@ -97,6 +97,11 @@ def test_ranges_are_of_the_config_the_log_and_the_checkpoint(tmp_path):
     found = ranges_to_skip(config(tmp_path, skip_batches=["1:3"]), events, {"skipped": [[2, 4]]})
     assert found == [[1, 4], [7, 8]]
     assert ranges_to_skip(config(tmp_path), [], None) == []
+    saved = {"step": 4, "skipped": [[1, 3], [6, 600]]}  # The data have passed the first one.
+    assert ranges_to_skip(config(tmp_path), [], saved) == [[1, 3], [6, 600]]
+    corrected = config(tmp_path, skip_batches=["6:7"])
+    assert ranges_to_skip(corrected, events, saved) == [[1, 3], [6, 8]]
+    assert ranges_to_skip(config(tmp_path, skip_batches=[]), [], saved) == [[1, 3]]
 
 
 def test_a_step_is_requested_again_after_another_start():

@@ -1,5 +1,6 @@
 """New runs that start from the checkpoint of another run."""
 
+import json
 import os
 import shutil
 
@@ -59,6 +60,9 @@ def test_a_branch_also_resumed_equals_the_continuation_bit_for_bit(other, tmp_pa
     assert branch.input_state == unbroken.input_state
     want = {step: loss for step, loss in tiny.losses(folder).items() if step > 4}
     assert tiny.losses(tmp_path) == want
+    lines = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    at_risk = {x["step"]: x.get("checkpoint/steps_at_risk") for x in lines if "loss" in x}
+    assert (at_risk[5], at_risk[6]) == (1, 2)
     origin = {"run": str(folder), "step": 4, "state": "all"}
     record = CheckpointRecord.read(str(tmp_path / "checkpoints/step_00000008"))
     assert record.origin == origin

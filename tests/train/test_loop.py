@@ -2,14 +2,17 @@
 
 import collections
 import json
+import math
 import os
 import signal
 import sys
+import types
 
 import jax
 import numpy as np
 import pytest
 
+from moelib.train.interval import LogInterval
 from moelib.train.loop import TrainLoop
 from moelib.train.metrics import pack, unpack
 from moelib.train.signals import StopRequest
@@ -165,6 +168,15 @@ def test_log_lines_and_the_final_table_show_the_mean_loss_of_an_interval(
         assert f"step {step}/{max_step}  loss {mean:.4f}{label}" in shown.err
     label = f" (mean of the last {interval} steps)" if interval > 1 else ""
     assert f"{mean:.4f}{label}" in shown.out
+
+
+def test_a_step_without_tokens_does_not_spoil_the_mean_loss():
+    throughput = types.SimpleNamespace(step_done=lambda *_: None)
+    fields = {"num_steps": 3, "num_slots": 8, "num_examples": None, "is_language_model": True}
+    interval = LogInterval(throughput, None, None, **fields)
+    for tokens, loss in ((1.0, 2.0), (0.0, math.nan), (3.0, 4.0)):
+        interval.step_done({"num_tokens": tokens, "loss": loss, "cross_entropy": loss / 2})
+    assert interval.mean_losses() == (3.5, 1.75)
 
 
 def test_a_signal_ends_an_evaluation_which_the_resumed_run_begins_again(

@@ -31,6 +31,7 @@ from moelib.parallel.mesh import HybridMeshShape, mesh_shape_from_axes
 from moelib.planning.hardware.topologies import topology
 from moelib.runs.folder import RunFolder
 from moelib.runs.identity import TrainerDirConflictError, identity
+from moelib.runs.phases import Phase
 from moelib.runtime.platforms import GPU_MEMORY_SHARE
 from moelib.train.compiler_options import (
     compile_with,
@@ -110,6 +111,16 @@ def test_a_step_on_an_earlier_batch_is_refused(tmp_path):
     with pytest.raises(UserError, match="is not the newest one"):
         trainer.train_step(first)
     batches.close()
+
+
+def test_a_loop_of_ones_own_refuses_what_only_runs_do(tmp_path):
+    phase = Phase.default_config().set(after_step=4, changes={"num_microbatches": 2})
+    trainer = tiny.trainer_config(tmp_path).set(phases={"a": phase}).instantiate(parent=None)
+    with pytest.raises(UserError, match=r"phases=\['a'\].*set phase"):
+        next(trainer.batches())
+    trainer = tiny.trainer_config(tmp_path).set(rewind_to=4).instantiate(parent=None)
+    with pytest.raises(UserError, match=r"rewind_to=4.*restore_checkpoint\(4\)"):
+        next(trainer.batches())
 
 
 def test_a_loop_of_ones_own_ends_at_a_loss_that_is_not_finite(tmp_path):

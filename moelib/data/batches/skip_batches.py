@@ -97,8 +97,9 @@ class SkippingBatches(BatchIterator):
         return {**self._batches.state(), SKIPPED: self._ranges}
 
     def follow(self, state: State) -> None:
-        """Goes to the first batch after those of another input."""
+        """Goes to the first batch after those of another input; raises as `restore`."""
         self._batches.follow(state)
+        check_ranges(self._ranges, state)
 
     def restore(self, state: State) -> None:
         """Goes to a saved position. Raises UserError if a batch to skip was trained on before."""

@@ -60,6 +60,8 @@ def test_batches_that_have_been_trained_on_are_refused():
     state = {**lm_input.iterator().state(), "step": 2}
     with pytest.raises(UserError, match=r"skip_batches=1:3: .* at position 2; set rewind_to"):
         batches.restore(state)
+    with pytest.raises(UserError, match=r"skip_batches=1:3: .* at position 2; set rewind_to"):
+        batches.follow({**state, "input": {"kind": "another"}})
     batches.restore({**state, "step": 1})
     batches.restore({**state, "step": 2, SKIPPED: [[0, 3]]})
     later = SkippingBatches(lm_input.iterator(), [[1, 8]])  # A range that has grown in time.
