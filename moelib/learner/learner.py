@@ -98,7 +98,8 @@ class Learner(Module):
         # one per top-level layer. None by default.
         norms_of: Sequence[str] | dict[str, str] = ()
         # Storage of optimizers' means of gradients. A parameter takes 2 bytes in BFLOAT16 and 1 in
-        # EIGHT_BIT, instead of 4. All other state is stored as the optimizer returns it.
+        # EIGHT_BIT, instead of 4. All other state is stored as the optimizer returns it, and so are
+        # arrays of fewer than 4,096 elements and, in EIGHT_BIT, of rows of fewer than 32.
         first_moment: MomentFormat = MomentFormat.FLOAT32
         # Storage of optimizers' means of squared gradients.
         second_moment: MomentFormat = MomentFormat.FLOAT32

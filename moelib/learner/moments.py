@@ -1,7 +1,8 @@
 """Optimizer state in fewer bits: bfloat16, or codes of 8 bits with a scale per block.
 
 The state is decoded before each update of an optimizer and encoded after it; the update itself is
-computed in float32. Small arrays, and state that is no moment, stay as they are.
+computed in float32. Small arrays, those of narrow rows in 8 bits, and state that is no moment, stay
+as they are.
 """
 
 import enum

@@ -28,7 +28,7 @@ from moelib.core.errors import UserError
 from moelib.core.param import ParameterSpec, specs_by_path
 from moelib.core.tree import Nested
 from moelib.learner import factored, transforms
-from moelib.learner.schedules import Schedule
+from moelib.learner.schedules import Schedule, as_schedule
 from moelib.learner.transforms import ModelSpecs, PathScales
 
 
@@ -107,7 +107,7 @@ def adamw_decoupled_optimizer(
     `update_schedule` has a peak of 1; the reported rate is schedule * learning_rate.
 
     Raises:
-        UserError: If `learning_rate` is a schedule.
+        UserError: If `learning_rate` is a schedule, negative or NaN.
 
     Source: Loshchilov and Hutter, arXiv:1711.05101, algorithm 2.
     """
@@ -116,6 +116,7 @@ def adamw_decoupled_optimizer(
             "adamw_decoupled_optimizer: learning_rate is a schedule; set it to a number, and "
             "update_schedule to the schedule with a peak of 1."
         )
+    as_schedule(learning_rate)  # Refuses a negative one.
     _check_decay_rates("adamw_decoupled_optimizer", b1=b1, b2=b2)
     adam = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
     decay = transforms.add_decayed_weights(

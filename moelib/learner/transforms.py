@@ -71,7 +71,7 @@ def clip_by_global_norm(max_norm: float, *, eps: float = 0.0) -> optax.GradientT
 
     Source: Pascanu et al., arXiv:1211.5063, algorithm 1.
     """
-    if max_norm <= 0:
+    if not max_norm > 0:
         raise UserError(f"clip_by_global_norm: max_norm is {max_norm}; set it above 0.")
 
     def update(updates: Any, _: Any) -> Any:
@@ -128,7 +128,7 @@ def add_decayed_weights(
 
     Source: Loshchilov and Hutter, arXiv:1711.05101.
     """
-    if weight_decay < 0:
+    if not weight_decay >= 0:  # True for nan, too.
         raise UserError(f"weight_decay is {weight_decay}; set it to 0 or more.")
     scales_of = _scales(per_param_scale, param_specs)
 
@@ -210,7 +210,7 @@ def skip_bad_steps(*, drop_norm: float | None = None) -> SkipPolicy:
     Raises:
         UserError: If `drop_norm` is not positive.
     """
-    if drop_norm is not None and drop_norm <= 0:
+    if drop_norm is not None and not drop_norm > 0:
         raise UserError(f"skip_bad_steps: drop_norm is {drop_norm}; set it above 0, or to None.")
 
     def take_step(loss: jax.Array | None, gradient_norm: jax.Array) -> jax.Array:

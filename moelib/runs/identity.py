@@ -53,7 +53,7 @@ RESUME = (
     (r"input\b.*", "data"),
     # Tuned while a run trains: rates, clipping, skipped steps.
     (r"learner\.(skip|norms_of)\b.*", LOGGED),
-    (r"learner\b.*\.(learning_rate|peak_lr|end_lr|max_norm|max_delta)", LOGGED),
+    (r"learner\b.*\.((adam_)?learning_rate|peak_lr|end_lr|max_norm|max_delta)", LOGGED),
     (r"learner\b.*\.(clipping|clipping_threshold)", LOGGED),
     # The length of a run, and other implementations of the same computation.
     (r".*\b(max_step|decay_steps|max_batches|loss_chunk_size|offload_state)\b.*", LOGGED),

@@ -130,12 +130,14 @@ def _run(
     trainer: SpmdTrainer, prng_key: jax.Array | int | None
 ) -> tuple[SpmdTrainer, dict[str, Any]]:
     """Takes the steps of all phases; returns the trainer and the outcome of the last one."""
+    evaluations: dict[str, Any] = {}  # The latest of all phases, by evaler.
     while True:
         try:
             outcome = trainer.run(prng_key)
         except OtherPhase as other:
             trainer = trainer.of_phase(other.name)
         else:
+            evaluations |= outcome["evaler_summaries"]
             if outcome["stopped_by"] != END_OF_PHASE:
-                return trainer, outcome
+                return trainer, outcome | {"evaler_summaries": evaluations}
             trainer = trainer.next_phase()

@@ -222,7 +222,12 @@ def sources(
         raise UserError(
             f"init_from.rules has {unused[0]!r}, which matches no parameter; {names_of_both}"
         )
-    if extra := [name for name in names if name not in here or name in kept]:
+    if both := [name for name in names if name in kept]:
+        raise UserError(
+            f"init_from.rules: {kept[both[0]]!r} keeps the initial values of {both[0]!r}, which "
+            f"{run} has as {names[both[0]]!r}; drop it there by '{re.escape(names[both[0]])} ->'."
+        )
+    if extra := [name for name in names if name not in here]:
         nearest = did_you_mean(extra[0], set(here) - {extra[0]})
         raise UserError(
             f"init_from: {run} has a parameter {names[extra[0]]!r}, which is none of this run; "

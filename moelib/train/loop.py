@@ -290,13 +290,14 @@ class TrainLoop(Run):
         run then makes up for it.
         """
         step = self._reached.step
-        with contextlib.suppress(_WorkStopped):
-            for watcher in self._watchers:
-                try:
-                    watcher.between_steps(step)
-                except Exception as error:
-                    add_path(error, watcher)
-                    raise
+        for watcher in self._watchers:
+            try:
+                watcher.between_steps(step)
+            except _WorkStopped:
+                continue
+            except Exception as error:
+                add_path(error, watcher)
+                raise
         if self._stop_requested():
             return True
         summaries = self._evaluate()

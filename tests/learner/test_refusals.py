@@ -95,8 +95,13 @@ REFUSED = [
     (transforms.chain, "args"),
     (lambda: transforms.chain(optax.identity(), 3), r"args\[1\] is 3"),
     (lambda: transforms.clip_by_global_norm(0.0), "max_norm.*0.0"),
+    (lambda: transforms.clip_by_global_norm(math.nan), "max_norm is nan"),
     (lambda: transforms.skip_bad_steps(drop_norm=-1.0), "drop_norm is -1.0"),
+    (lambda: transforms.skip_bad_steps(drop_norm=math.nan), "drop_norm is nan"),
     (lambda: transforms.add_decayed_weights(-0.1), "weight_decay is -0.1"),
+    (lambda: transforms.add_decayed_weights(math.nan), "weight_decay is nan"),
+    (lambda: optimizers.adamw_decoupled_optimizer(-0.2), "learning_rate is -0.2"),
+    (lambda: optimizers.adamw_decoupled_optimizer(math.nan), "learning_rate is nan"),
     (
         lambda: transforms.add_decayed_weights(0.1, per_param_scale=lambda spec: 1.0),
         "param_specs",

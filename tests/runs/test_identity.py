@@ -11,7 +11,7 @@ from moelib.core.errors import UserError
 from moelib.layers.moe.dispatch import SortedDispatcher
 from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
 from moelib.layers.moe.dispatch_ragged import RaggedDispatcher
-from moelib.learner import schedules, transforms
+from moelib.learner import optimizers, schedules, transforms
 from moelib.learner.moments import MomentFormat
 from moelib.runs import identity as identity_lib
 from moelib.runs.folder import CONFIG_FILE, RunFolder
@@ -120,6 +120,19 @@ def test_rates_clipping_skipping_and_operation_change_with_an_event(tmp_path, ca
         assert {event["step"] for event in events} == {7}
         assert "dir" not in found
         assert len(found) == len(events) == len(caplog.records)
+
+
+def test_both_rates_of_muon_change_with_an_event(tmp_path):
+    cfg = tiny.trainer_config("somewhere")
+    cfg.learner.optimizer = config_for_function(optimizers.muon_optimizer)
+    cfg.learner.optimizer.set(learning_rate=0.1, adam_learning_rate=0.01)
+    RunFolder(tmp_path).write_config(cfg)
+    before = record_of(cfg)
+    cfg.learner.optimizer.set(learning_rate=0.2, adam_learning_rate=0.02)
+    check_directory(cfg, RunFolder(tmp_path), before)
+    changed = {e["path"] for e in RunFolder(tmp_path).events() if e["event"] == "changed"}
+    rates = {"learner.optimizer.learning_rate", "learner.optimizer.adam_learning_rate"}
+    assert changed == rates
 
 
 def test_many_changes_are_events_and_some_lines(tmp_path, caplog):

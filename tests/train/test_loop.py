@@ -17,7 +17,7 @@ from moelib.train.loop import TrainLoop
 from moelib.train.metrics import pack, unpack
 from moelib.train.signals import StopRequest
 from moelib.train.start import Start
-from moelib.train.watcher import Activity
+from moelib.train.watcher import Activity, Watcher
 from tests import tiny
 
 
@@ -199,6 +199,26 @@ def test_a_signal_ends_an_evaluation_which_the_resumed_run_begins_again(
     assert evaluations(tmp_path) == []
     cfg.instantiate(parent=None).run()
     assert evaluations(tmp_path) == expected
+
+
+class BetweenSteps(Watcher):
+    """Works between steps, and records them."""
+
+    def prepare(self, trainer):
+        self.steps = []
+
+    def between_steps(self, step):
+        self.steps.append(step)
+        self.run.on_batch(0)
+
+
+def test_work_that_a_signal_ends_does_not_keep_a_step_from_other_watchers(tmp_path, monkeypatch):
+    cfg = tiny.trainer_config(tmp_path, evaler=False).set(checkpointer=None)
+    cfg.watchers = {name: BetweenSteps.default_config() for name in ("a", "b")}
+    trainer = cfg.instantiate(parent=None)
+    monkeypatch.setattr(StopRequest, "requested", lambda self: trainer.step == 2)
+    trainer.run()
+    assert [trainer.watchers[name].steps for name in ("a", "b")] == [[1, 2], [1, 2]]
 
 
 def test_a_signal_in_the_evaluation_of_a_restored_state_takes_no_step(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 import moelib
 from experiments import flame_moe
 from moelib.checkpoint.contents import CheckpointNotFoundError, list_checkpoints, step_path
+from moelib.checkpoint.policy import every_n_steps_policy
 from moelib.checkpoint.restore import restore_arrays
 from moelib.core.config import config_for_function
 from moelib.core.config_text import parse, text_lines
@@ -196,6 +197,13 @@ def test_schedules_go_on_in_a_phase_with_another_optimizer(tmp_path):
     assert [logged[step]["learning_rate"] for step in range(1, 9)] == pytest.approx(rates)
     of_rule = [logged[step]["learning_rate/rule0"] for step in range(5, 9)]
     assert of_rule == pytest.approx(rates[4:])
+
+
+def test_evaluations_of_the_phase_before_are_part_of_the_result(tmp_path):
+    cfg = tiny.trainer_config(tmp_path, max_step=5)
+    cfg.evalers["val"].eval_policy = config_for_function(every_n_steps_policy).set(n=3)
+    cfg.phases = {"other": phase(4, model__dropout=0.0)}
+    assert "loss" in moelib.fit(cfg).evaluations["val"]
 
 
 def test_the_weights_of_a_phase_are_read_with_its_settings(unbroken):
