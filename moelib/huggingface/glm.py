@@ -75,7 +75,8 @@ def _exaone_moe(settings: Settings) -> CausalLM.Config:
 
 
 def _hy_v3(settings: Settings) -> CausalLM.Config:
-    settings.expect(qk_norm=True)
+    # The router of transformers always renormalizes, and has no groups.
+    settings.expect(qk_norm=True, norm_topk_prob=True, n_group=1, topk_group=1)
     # The precision of a sum, and modules that transformers does not read.
     settings.skip("enable_moe_fp32_combine", "num_nextn_predict_layers")
     attention = blocks.attention_with_bias(settings, qk_norm=blocks.norm(settings))

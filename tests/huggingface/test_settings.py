@@ -7,13 +7,14 @@ import pathlib
 import pytest
 
 from moelib.core.errors import UserError
-from moelib.huggingface.blocks import layers_of
+from moelib.huggingface.blocks import layers_of, moe_layers_of
 from moelib.huggingface.families import (
     NoFamilyError,
     published_settings,
     read_model,
     settings_of,
 )
+from moelib.layers.moe.router import GroupScore
 from moelib.layers.rope import RotaryEmbedding, YarnRotaryEmbedding
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
@@ -153,6 +154,9 @@ def linear(**settings):
         ("exaone_moe", {"is_moe_layer": [True, True]}, "is_moe_layer="),
         ("dots1", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
         ("minimax_m2", {"rope_parameters": {"partial_rotary_factor": 1.0}}, "rotary_dim=4"),
+        ("hy_v3", {"norm_topk_prob": False}, "norm_topk_prob=False"),
+        ("hy_v3", {"n_group": 2}, "n_group=2"),
+        ("hy_v3", {"topk_group": 2}, "topk_group=2"),
         ("kimi_linear", linear(chunk_size=8), "chunk_size=8"),
         ("kimi_linear", linear(head_dim=4), "linear_head_dim=8"),
         ("kimi_linear", linear(num_heads="8"), "linear_num_heads="),
@@ -209,6 +213,22 @@ def test_no_architecture_has_layers_of_one_part_and_layers_of_both():
     _, cfg = read("nemotron_h")
     first = cfg.decoder.first_layers or cfg.decoder.block
     first[0].feed_forward = layers_of(cfg.decoder)[-1].feed_forward.clone()
+    with pytest.raises(NoFamilyError):
+        settings_of(cfg)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"renormalize": False},
+        {"num_groups": 2, "num_groups_per_token": 1, "group_score": GroupScore.SUM_OF_TOP_2},
+    ],
+    ids=str,
+)
+def test_no_architecture_has_a_router_that_hy_3_lacks(changes):
+    _, cfg = read("hy_v3")
+    for layer in moe_layers_of(cfg):
+        layer.router.set(**changes)
     with pytest.raises(NoFamilyError):
         settings_of(cfg)
 
