@@ -242,10 +242,17 @@ class Batcher:
         kept = [i for i, request in enumerate(self._rows) if not request.ended]
         if kept and self._state is not None:
             states, size = [self._state], len(self._state.token)
-        requests = [self._rows[i] for i in kept] + new
         if new:
-            state, begun = self._begin(new)
-            states.append(state)
+            try:
+                state, begun = self._begin(new)
+            except Exception:  # Texts in progress go on.
+                logger.exception("The prompts of %d requests failed.", len(new))
+                for request in new:
+                    request.end("error")
+                new = []
+            else:
+                states.append(state)
+        requests = [self._rows[i] for i in kept] + new
         self._state, self._rows = None, requests
         longest = max((len(x.ids) + x.num_tokens + 2 for x in requests), default=0)
         self._room = max(padded_length(max(longest, MIN_CACHE)), self._room if kept else 0)

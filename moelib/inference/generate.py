@@ -4,7 +4,6 @@ Letters: N prompts, S tokens of a padded prompt.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -50,15 +49,15 @@ class Settings:
     max_new_tokens: int = 200  # Maximum number of generated tokens, 1 to 2147483647.
     # Maximum number of tokens of prompt and text, 2 to 2147483647; None for no limit.
     max_length: int | None = None
-    # Divisor of the logits; 0 selects the most likely token, and top_k, top_p and min_p have no
-    # effect.
+    # Divisor of the logits, up to 1e9; 0 selects the most likely token, and top_k, top_p and min_p
+    # have no effect.
     temperature: float = 0.8
     top_k: int | None = None  # Number of most likely tokens to draw from; None for all.
-    top_p: float = 0.95  # Probability mass of the most likely tokens to draw from, up to 1.
+    top_p: float = 0.95  # Probability mass of the most likely tokens to draw from, 1e-30 to 1.
     # Minimum probability of a drawn token, relative to the most likely one, 0 to 1.
     min_p: float = 0.0
     # Divisor of positive logits, and factor of negative ones, of tokens that occur in the prompt or
-    # the text; 1 has no effect.
+    # the text, 1e-9 to 1e9; 1 has no effect.
     repetition_penalty: float = 1.0
     seed: int = 0  # Seed of the draws.
     stop_ids: Sequence[int] = ()  # Ids of tokens that end a text and are not part of it.
@@ -66,10 +65,17 @@ class Settings:
     vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name, (is_valid, words) in _RANGES.items():
+        for name, (kind, is_valid, words) in _RANGES.items():
             value = getattr(self, name)
-            if value is not None and not is_valid(value):
-                raise UserError(f"{name} is {value}; set it to {words}.")
+            if value is None and name in ("max_length", "top_k", "vocab_size"):
+                continue
+            if not (isinstance(value, kind) and is_valid(value)):
+                raise UserError(f"{name} is {value!r}; set it to {words}.")
+        # Values of the same effect, which float32 and int32 hold.
+        if self.temperature:
+            object.__setattr__(self, "temperature", max(self.temperature, 1e-6))
+        if self.top_k is not None:
+            object.__setattr__(self, "top_k", min(self.top_k, _INT32_MAX))
 
     def sampling(self) -> Sampling:
         """Returns the steps that select a token, without those that have no effect."""
@@ -79,8 +85,8 @@ class Settings:
             return Sampling(penalty)
         return Sampling(
             penalty,
-            jnp.float32(max(self.temperature, 1e-6)),
-            None if self.top_k is None else jnp.int32(min(self.top_k, _INT32_MAX)),
+            jnp.float32(self.temperature),
+            None if self.top_k is None else jnp.int32(self.top_k),
             None if self.top_p == 1 else jnp.float32(self.top_p),
             None if self.min_p == 0 else jnp.float32(self.min_p),
         )
@@ -88,14 +94,22 @@ class Settings:
 
 _INT32_MAX = (1 << 31) - 1
 
-_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "max_new_tokens": (lambda x: 1 <= x <= _INT32_MAX, f"1 to {_INT32_MAX}"),
-    "max_length": (lambda x: 2 <= x <= _INT32_MAX, f"2 to {_INT32_MAX}"),
-    "temperature": (lambda x: 0 <= x < math.inf, "0 or more"),
-    "top_k": (lambda x: x >= 1, "1 or more"),
-    "top_p": (lambda x: 0 < x <= 1, "above 0 and up to 1"),
-    "min_p": (lambda x: 0 <= x <= 1, "0 to 1"),
-    "repetition_penalty": (lambda x: 0 < x < math.inf, "above 0; 1 has no effect"),
+_INTEGER, _NUMBER = (int, np.integer), (int, float, np.integer, np.floating)
+# Types, range, and both in words.
+_RANGES: dict[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
+    "max_new_tokens": (
+        _INTEGER,
+        lambda x: 1 <= x <= _INT32_MAX,
+        f"an integer from 1 to {_INT32_MAX}",
+    ),
+    "max_length": (_INTEGER, lambda x: 2 <= x <= _INT32_MAX, f"an integer from 2 to {_INT32_MAX}"),
+    "temperature": (_NUMBER, lambda x: 0 <= x <= 1e9, "0 to 1e9"),
+    "top_k": (_INTEGER, lambda x: x >= 1, "an integer of 1 or more"),
+    "top_p": (_NUMBER, lambda x: 1e-30 <= x <= 1, "1e-30 to 1"),
+    "min_p": (_NUMBER, lambda x: 0 <= x <= 1, "0 to 1"),
+    "repetition_penalty": (_NUMBER, lambda x: 1e-9 <= x <= 1e9, "1e-9 to 1e9; 1 has no effect"),
+    "seed": (_INTEGER, lambda x: True, "an integer"),
+    "vocab_size": (_INTEGER, lambda x: True, "an integer"),
 }
 
 
@@ -240,6 +254,8 @@ def generate_tokens(
         raise UserError(
             f"seeds has {len(seeds)} numbers for {len(prompts)} prompts; set one per prompt."
         )
+    if seeds is not None and not all(isinstance(seed, _INTEGER) for seed in seeds):
+        raise UserError(f"seeds is {seeds!r:.80}; set it to integers.")
     vocab_size = drawn_vocab_size(model, settings)
     draws = [(settings.seed, i) if seeds is None else (seeds[i], 0) for i in range(len(prompts))]
     begun = [
@@ -293,6 +309,8 @@ def limit_of(index: int, ids: Sequence[int], settings: Settings, vocab_size: int
     """Returns the maximum number of tokens after a prompt. Raises PromptError."""
     if not len(ids):
         raise PromptError(index, "has no tokens; write at least one character.")
+    if not all(isinstance(token, _INTEGER) for token in ids):
+        raise PromptError(index, f"is {ids!r:.80}; pass a text, or token ids, which are integers.")
     for token in (min(ids), max(ids)):
         if not 0 <= token < vocab_size:
             raise PromptError(

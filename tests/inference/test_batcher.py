@@ -107,12 +107,27 @@ def test_a_cancelled_text_makes_room_for_one_that_waits(model):
 
 
 def test_a_failed_step_ends_its_texts_and_later_ones_go_on(model, monkeypatch, caplog):
-    with Batcher(model) as batcher:
+    with Batcher(model, stop_ids=[]) as batcher:
         with monkeypatch.context() as patch:
-            patch.setattr("moelib.inference.batcher.begin", lambda *_: 1 / 0)
+            patch.setattr("moelib.inference.batcher.advance", lambda *_: 1 / 0)
             assert Client(batcher, [1]).end() == "error"
         assert "ZeroDivisionError" in caplog.text
-        assert Client(batcher, [1], temperature=0.0, max_new_tokens=3).end() in ("length", "stop")
+        assert Client(batcher, [1], temperature=0.0, max_new_tokens=3).end() == "length"
+
+
+def test_a_failed_prompt_ends_no_text_in_progress(model, monkeypatch, caplog):
+    with Batcher(model, stop_ids=[]) as batcher:
+        first = Client(batcher, [1], max_new_tokens=60, temperature=0.0)
+        first.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr("moelib.inference.batcher.begin", lambda *_: 1 / 0)
+            assert Client(batcher, [2]).end() == "error"
+        assert "ZeroDivisionError" in caplog.text
+        large = Client(batcher, [2], max_new_tokens=3, temperature=1.0, top_k=1 << 31)
+        assert (large.end(), first.end()) == ("length", "length")
+    assert [first.tokens] == texts(
+        model, [[1]], [0], max_new_tokens=60, temperature=0.0, stop_ids=[]
+    )
 
 
 def test_logits_that_are_not_finite_end_a_text(model):

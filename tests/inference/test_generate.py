@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import re
 import types
 
 import jax
@@ -280,6 +281,8 @@ def test_unstacked_parameters_stay_sharded():
         ([[1]], {"batch_size": 0}, "batch_size is 0"),
         ([[1], [2]], {"seeds": [0]}, r"1 numbers.*2 prompts"),
         ([[1]], {"seeds": [0, 1]}, r"2 numbers.*1 prompts"),
+        ([[1]], {"seeds": [1.5]}, r"seeds is \[1\.5\]"),
+        ([[1], [1.9, 2]], {}, r"Prompt 1 is \[1\.9, 2\]"),
     ],
 )
 def test_invalid_prompts_are_refused(model, prompts, settings, message):
@@ -342,20 +345,36 @@ def test_an_error_comes_after_the_tokens_before_it(model):
         ("max_length", 1 << 31),
         ("temperature", -1.0),
         ("temperature", float("nan")),
+        ("temperature", 1e38),  # Its reciprocal is 0 in the float32 of XLA:CPU.
         ("top_k", 0),
         ("top_p", 0.0),
+        ("top_p", 1e-44),  # 0 in the float32 of XLA:CPU.
         ("top_p", 1.1),
         ("min_p", -0.1),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-39),
+        ("repetition_penalty", 1e39),
+        # Of other types.
+        ("max_new_tokens", 2.5),
+        ("max_new_tokens", None),
+        ("temperature", "0.8"),
+        ("top_k", 2.5),
+        ("top_p", None),
+        ("repetition_penalty", None),
+        ("seed", 1.5),
     ],
 )
 def test_settings_out_of_range_are_refused(field, value):
-    with pytest.raises(ValueError, match=rf"{field}.*{value}"):
+    with pytest.raises(ValueError, match=rf"{field}.*{re.escape(str(value))}"):
         Settings(**{"max_new_tokens": 1, field: value})
 
 
 def test_a_top_k_beyond_every_vocabulary_keeps_all():
     assert Settings(max_new_tokens=1, top_k=1 << 40).sampling().top_k == 2**31 - 1
+
+
+def test_a_temperature_near_0_divides_by_a_millionth():
+    assert Settings(temperature=1e-46).sampling().temperature == np.float32(1e-6)
 
 
 def test_few_programs_are_compiled(model):
