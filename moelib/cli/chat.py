@@ -55,7 +55,6 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     from moelib.inference.conversation import Conversation
 
     settings = {f.name: getattr(flags, f.name) for f in dataclasses.fields(SamplingFlags)}
-    settings.pop("stop")
     talk = Conversation(model, chat, system=flags.system, **settings)
     is_terminal = sys.stdin.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):

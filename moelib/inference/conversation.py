@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from moelib.core.errors import ExistingFileError, UserError
+from moelib.core.errors import ExistingFileError, UserError, refuse_single_strings
 from moelib.data.tokens.chat.template import ChatTemplate, end_of_answer
 from moelib.inference.generate import generate
 from moelib.runtime import storage
@@ -106,8 +106,9 @@ class Conversation:
             model: A `moelib.runs.loading.LoadedModel`.
             chat: The model's format of conversations.
             system: First message, of the role "system"; None for none.
-            **settings: Settings of generation; see `moelib.inference.generate.Settings`.
+            **settings: Settings of generation, as in `moelib.inference.generate.generate`.
         """
+        refuse_single_strings(stop=settings.get("stop", ()))
         self._model, self._chat, self._system, self._settings = model, chat, system, settings
         self.messages: list[dict[str, str]] = []
         self.clear()
@@ -144,7 +145,8 @@ class Conversation:
         stop_ids = [*self._model.stop_ids, *self._chat.stop_ids]
         settings: dict[str, Any] = {"stop_ids": stop_ids, **self._settings}
         prompt = self._chat.prompt(messages)
-        (answer,) = generate(self._model, [prompt], stop=self._chat.stop, on_text=show, **settings)
+        stop = [*self._chat.stop, *settings.pop("stop", ())]
+        (answer,) = generate(self._model, [prompt], stop=stop, on_text=show, **settings)
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         return answer.text
 

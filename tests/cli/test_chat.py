@@ -14,6 +14,7 @@ import pytest
 import moelib
 from moelib.cli import chat, inspect, serve
 from moelib.core.errors import UserError
+from moelib.inference.conversation import Conversation
 from moelib.runtime.command_line import parse_flags
 from tests.operations import browser
 from tests.train import small_run
@@ -56,6 +57,14 @@ def answers(hub, *contents):
 def test_answers_are_those_of_the_templates_text(monkeypatch, hub, capsys):
     talk(monkeypatch, hub, ["document", "", "number"])
     assert capsys.readouterr().out == "".join(f"{x}\n" for x in answers(hub, "document", "number"))
+
+
+def test_a_stop_string_ends_an_answer(monkeypatch, hub, capsys):
+    (whole,) = answers(hub, "document")
+    talk(monkeypatch, hub, ["document"], f"--stop={whole[-1]}")
+    assert capsys.readouterr().out == whole.partition(whole[-1])[0] + "\n"
+    with pytest.raises(UserError, match=r"'11'.*\['11'\]"):
+        Conversation(None, None, stop="11")
 
 
 def test_commands(monkeypatch, hub, tmp_path, capsys):
