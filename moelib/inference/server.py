@@ -9,6 +9,7 @@
 Requests are answered together, as they arrive (`moelib.inference.batcher`).
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -58,7 +59,7 @@ _IGNORED = frozenset(("user", "metadata", "store", "service_tier", "safety_ident
 _FIXED: Mapping[str, Sequence[Any]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
-    "logprobs": (False, 0),
+    "logprobs": (False,),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
@@ -234,7 +235,9 @@ def _without_fixed(body: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a request that have an effect."""
     kept = {}
     for name, value in body.items():
-        if name in _FIXED and value not in _FIXED[name]:
+        is_bool = isinstance(value, bool)  # 0 equals False, but asks for log probabilities.
+        same = [x for x in _FIXED.get(name, ()) if x == value and isinstance(x, bool) == is_bool]
+        if name in _FIXED and not same:
             raise ServeError(f"{name}={value!r:.80} is not supported; remove it.")
         if name not in _FIXED and name not in _IGNORED:
             kept[name] = value
@@ -281,8 +284,7 @@ class _Handler(Handler):
         except OSError:
             raise
         except Exception as error:
-            logger.exception("A request failed.")
-            self._send_error(f"{type(error).__name__}: see the log of the server", 500)
+            self._send_error(_logged(error), 500)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answers what is no GET, HEAD or POST, or no HTTP."""
@@ -372,9 +374,16 @@ class _Handler(Handler):
     # -- Texts -----------------------------------------------------------------------------------
 
     def _choices(
-        self, call: Call, requests: list[Request], events: "queue.SimpleQueue[tuple[int, Any]]"
+        self,
+        call: Call,
+        requests: list[Request],
+        events: "queue.SimpleQueue[tuple[int, Any]]",
+        num_tokens: collections.Counter[int],
     ) -> Iterator[Choice]:
-        """Yields the pieces of all texts as they come, each with an end. Raises ServeError."""
+        """Yields the pieces of all texts as they come, each with an end. Raises ServeError.
+
+        Counts the tokens of each text, up to the one with which a stop string ends it.
+        """
         decode = self.server.model.tokenizer.decode
         streams = [TextStream(ids, decode, call.stop) for ids in call.prompts]
         unfinished = set(range(len(requests)))
@@ -393,6 +402,7 @@ class _Handler(Handler):
             if isinstance(event, str):
                 reason, piece = event, streams[index].rest
             else:
+                num_tokens[index] += 1
                 piece = streams[index].add(event)
                 reason = "stop" if streams[index].ended else None
             if reason is not None:
@@ -408,7 +418,8 @@ class _Handler(Handler):
 
     def _send_whole(self, call: Call, requests: list[Request], events: Any) -> None:
         texts, reasons = [""] * len(requests), [""] * len(requests)
-        for index, piece, reason in self._choices(call, requests, events):
+        num_tokens: collections.Counter[int] = collections.Counter()
+        for index, piece, reason in self._choices(call, requests, events, num_tokens):
             texts[index] += piece
             reasons[index] = reason or reasons[index]
         choices = []
@@ -418,11 +429,12 @@ class _Handler(Handler):
             choice = {"index": index, **content, "logprobs": None, "finish_reason": reason}
             choices.append(choice)
         answer = self._about(call, chunk=False) | {"choices": choices}
-        self._send_json(answer | {"usage": _usage(call, requests)})
+        self._send_json(answer | {"usage": _usage(call, num_tokens.total())})
 
     def _stream(self, call: Call, requests: list[Request], events: Any) -> None:
         """Sends the pieces of the texts as events, as they come."""
-        choices = self._choices(call, requests, events)
+        num_tokens: collections.Counter[int] = collections.Counter()
+        choices = self._choices(call, requests, events, num_tokens)
         about = self._about(call, chunk=True)
         self.close_connection = True
         self.begin("text/event-stream", Connection="close")
@@ -439,8 +451,13 @@ class _Handler(Handler):
         except ServeError as error:
             self._data({"error": _error(str(error), error.status, error.code)})
             return
+        except OSError:
+            raise
+        except Exception as error:  # The answer has begun, so that it can have no other status.
+            self._data({"error": _error(_logged(error), 500, None)})
+            return
         if call.include_usage:
-            self._data(about | {"choices": [], "usage": _usage(call, requests)})
+            self._data(about | {"choices": [], "usage": _usage(call, num_tokens.total())})
         self.wfile.write(b"data: [DONE]\n\n")
 
     def _event(self, about: dict[str, Any], choice: dict[str, Any]) -> None:
@@ -468,14 +485,19 @@ class _Handler(Handler):
         self._send_json({"error": _error(message, status, code)}, status, **headers)
 
 
+def _logged(error: Exception) -> str:
+    """Logs an error that is no client's, and returns the message for the client."""
+    logger.error("A request failed.", exc_info=error)
+    return f"{type(error).__name__}: see the log of the server"
+
+
 def _error(message: str, status: int, code: str | None) -> dict[str, Any]:
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return {"message": message, "type": kind, "param": None, "code": code}
 
 
-def _usage(call: Call, requests: list[Request]) -> dict[str, int]:
+def _usage(call: Call, completion: int) -> dict[str, int]:
     prompt = sum(map(len, call.prompts))
-    completion = sum(request.num_tokens for request in requests)
     counts = {"prompt_tokens": prompt, "completion_tokens": completion}
     return counts | {"total_tokens": prompt + completion}
 

@@ -17,6 +17,7 @@ from moelib.data.tokens.tokenizer import ByteTokenizer
 from moelib.inference.conversation import ChatFormat
 from moelib.inference.generate import generate
 from moelib.inference.server import serve
+from moelib.inference.text import TextStream
 from moelib.layers.transformer import LoopStack
 from tests import tiny
 from tests.inference.models import decoder, layer, with_parameters
@@ -116,6 +117,35 @@ def test_several_texts_have_seeds_of_their_own_and_stop_strings_end_them(model, 
     assert answer.choices[0].finish_reason == "stop"
 
 
+def test_tokens_are_counted_up_to_the_stop_string(model, client, monkeypatch):
+    add = TextStream.add
+    # The batcher is then tokens ahead.
+    monkeypatch.setattr(TextStream, "add", lambda *args: time.sleep(0.05) or add(*args))
+    settings = {"temperature": 0.0, "max_tokens": 60}
+    (completion,) = generate(model, ["Once"], temperature=0.0, max_new_tokens=60)
+    stop = completion.text[3:5]
+    tokens, decode = completion.tokens, model.tokenizer.decode
+    want = next(n for n in range(len(tokens)) if stop in decode(tokens[:n]))
+    answer = client.completions.create(model="tiny", prompt="Once", stop=stop, **settings)
+    assert answer.usage.completion_tokens == want
+    settings |= {"stream": True, "stream_options": {"include_usage": True}}
+    *_, last = client.completions.create(model="tiny", prompt="Once", stop=stop, **settings)
+    assert last.usage.completion_tokens == want
+
+
+def test_an_error_in_a_stream_is_its_last_event(url, monkeypatch, caplog):
+    monkeypatch.setattr(TextStream, "add", lambda *_: 1 / 0)
+    netloc = urllib.parse.urlsplit(url).netloc
+    body = json.dumps({"prompt": "a", "stream": True, **GREEDY})
+    with contextlib.closing(http.client.HTTPConnection(netloc, timeout=60)) as connection:
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        found = connection.getresponse().read()
+    event = json.loads(found.removeprefix(b"data: "))
+    assert event["error"]["type"] == "server_error"
+    assert "ZeroDivisionError" in event["error"]["message"]
+    assert "ZeroDivisionError" in caplog.text
+
+
 def test_the_model_and_the_page_are_shown(url, client):
     assert [each.id for each in client.models.list()] == ["tiny"]
     assert request(url, "GET", "/health")[2] == {"status": "ok"}
@@ -154,6 +184,7 @@ def test_the_model_and_the_page_are_shown(url, client):
         (b"\xff", "not JSON in UTF-8"),
         (b'{"prompt": "a", "stream": 1}', "stream is 1"),
         (b'{"prompt": "a", "logprobs": 5}', "logprobs=5 is not supported"),
+        (b'{"prompt": "a", "logprobs": 0}', "logprobs=0 is not supported"),
         (b'{"prompt": "a", "best": 5}', "best=5: no such field"),
         (json.dumps({"prompt": "x" * LENGTH}).encode(), f"max_length={LENGTH}"),
     ],
