@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,8 +60,8 @@ def read_curve(folder: str, metric: str = TRAINING) -> LossCurve:
         metric: Loss to read.
 
     Raises:
-        UserError: If a file is missing or cannot be used, or no line of a finished run has the
-            metric.
+        UserError: If a file is missing or cannot be used, no line of a finished run has the metric,
+            or steps of its phases may have different FLOPs.
     """
     from moelib.models.cost import model_cost
 
@@ -68,11 +69,12 @@ def read_curve(folder: str, metric: str = TRAINING) -> LossCurve:
     cfg = config_text.parse(read_text(path), source=f"{path}:")
     if "vocab_size" not in cfg.model:
         raise UserError(f"{path}: model is no language model; name runs of language models.")
-    sizes = ("input", "input.seq_len", "input.global_batch_size")
-    if any(path in sizes for phase in cfg.phases.values() for path in phase.changes):
-        raise UserError(
-            f"{path}: a phase changes the tokens per step, and so the FLOPs; name runs without it."
-        )
+    for name, phase in cfg.phases.items():  # The file has the sizes of the last one alone.
+        if found := [x for x in phase.changes if re.match(r"model|input(\.(?!source)|$)", x)]:
+            raise UserError(
+                f"{path}: phases.{name}.changes has {found[0]!r}, so that steps may differ in their "
+                "FLOPs; name runs of one batch size, length and model."
+            )
     batch = cfg.input.global_batch_size * cfg.input.seq_len  # Positions per step.
     cost = model_cost(cfg.model.instantiate(parent=None), seq_len=cfg.input.seq_len)
     found = _columns(folder, (metric, "step_seconds", "num_tokens"))

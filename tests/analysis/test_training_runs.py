@@ -71,6 +71,25 @@ def test_runs_that_cannot_be_read_are_named(tmp_path):
         read_curve(write_run(tmp_path / "phased", config().set(phases={"long": long}), [4.0]))
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "is_refused"),
+    [
+        ("input.global_batch_size", 64, True),
+        ("input.seq_len", 64, True),
+        ("input.source.split", "other", False),
+        ("learner.optimizer.learning_rate", 0.1, False),
+    ],
+)
+def test_a_run_whose_steps_have_different_flops_is_refused(tmp_path, path, value, is_refused):
+    later = Phase.default_config().set(after_step=100, changes={path: value})
+    folder = write_run(tmp_path / "a", config().set(phases={"later": later}), [4.0, 3.0])
+    if not is_refused:
+        assert read_curve(folder).run.steps == 400
+        return
+    with pytest.raises(UserError, match=rf"phases\.later\.changes has '{path}'"):
+        read_curve(folder)
+
+
 def test_a_run_that_has_just_begun_has_no_loss(tmp_path):
     folder = write_run(tmp_path / "a", config(), [4.0, 3.0])
     (tmp_path / "a/metrics.jsonl").unlink()
