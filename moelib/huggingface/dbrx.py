@@ -8,7 +8,7 @@ from typing import Any
 
 from moelib.huggingface import blocks, grouped_query
 from moelib.huggingface.family import Family
-from moelib.huggingface.settings import Settings
+from moelib.huggingface.settings import Settings, renamed
 from moelib.huggingface.tensor_mapping import Part, Table
 from moelib.layers.attention.grouped_query import GroupedQueryAttention
 from moelib.layers.moe.router import Router, Score
@@ -87,7 +87,7 @@ def _usual(settings: Settings) -> Settings:
         found = {name: x for name, x in (inside or {}).items() if name not in _GROUPS}
         if group == "ffn_config":
             found.pop("hidden_size", None)  # That of the model, which transformers sets.
-        values |= {names.get(name, name): x for name, x in found.items()}
+        values |= renamed(found, names, settings.source)
     settings.skip(*settings.values)  # Those inside are checked.
     return settings.inner(values)
 

@@ -127,6 +127,17 @@ def check_setting(name: str, value: Any, source: str) -> None:
         raise UserError(f"{source}: {name}={shortened(value)}; it must be {kind.text}.")
 
 
+def renamed(values: Mapping[str, Any], names: Mapping[str, str], source: str) -> dict[str, Any]:
+    """Returns settings by the new ones of `names`. Raises UserError if two with one differ."""
+    for name, other in names.items():
+        if name in values and other in values:
+            check_setting(other, values[other], source)
+            if values[name] != values[other]:
+                found = f"{name}={shortened(values[name])} and {other}={shortened(values[other])}"
+                raise UserError(f"{source}: {found} are one setting; remove one of them.")
+    return {names.get(name, name): x for name, x in values.items()}
+
+
 class Settings:
     """The settings of a config.json, read one by one; `finish` refuses those never read.
 
@@ -199,9 +210,12 @@ class Settings:
                 )
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Gives settings that a family spells differently the names that others have."""
-        self.values = {names.get(name, name): x for name, x in self.values.items()}
-        self._renamed = names
+        """Gives settings that a family spells differently the names that others have.
+
+        Raises:
+            UserError: If the file has both names, with different values.
+        """
+        self.values, self._renamed = renamed(self.values, names, self.source), names
 
     def is_known(self, name: str) -> bool:
         """Returns whether a setting, as the family spells it, was read or changes no logits."""

@@ -157,6 +157,9 @@ def linear(**settings):
         ("hy_v3", {"norm_topk_prob": False}, "norm_topk_prob=False"),
         ("hy_v3", {"n_group": 2}, "n_group=2"),
         ("hy_v3", {"topk_group": 2}, "topk_group=2"),
+        ("kimi_linear", {"norm_topk_prob": False}, "moe_renormalize=True and norm_topk_prob=False"),
+        ("nemotron_h", {"rms_norm_eps": 1e-3}, "layer_norm_epsilon=.* and rms_norm_eps=0.001"),
+        ("dbrx", {"hidden_size": 32}, "d_model=16 and hidden_size=32"),
         ("kimi_linear", linear(chunk_size=8), "chunk_size=8"),
         ("kimi_linear", linear(head_dim=4), "linear_head_dim=8"),
         ("kimi_linear", linear(num_heads="8"), "linear_num_heads="),
@@ -177,6 +180,7 @@ def test_what_no_layer_computes_is_refused(family, settings, message):
         ("exaone_moe", {"is_moe_layer": [False, True], "num_nextn_predict_layers": 1}),
         ("granitemoehybrid", {"init_method": "mup", "normalization_function": "rmsnorm"}),
         ("hy_v3", {"num_nextn_predict_layers": 1}),
+        ("kimi_linear", {"norm_topk_prob": True}),
         ("kimi_linear", linear(head_dim=8, full_attn_layers=[4], kda_layers=[1, 2, 3])),
     ],
 )
