@@ -72,8 +72,8 @@ def read_curve(folder: str, metric: str = TRAINING) -> LossCurve:
     for name, phase in cfg.phases.items():  # The file has the sizes of the last one alone.
         if found := [x for x in phase.changes if re.match(r"model|input(\.(?!source)|$)", x)]:
             raise UserError(
-                f"{path}: phases.{name}.changes has {found[0]!r}, so that steps may differ in their "
-                "FLOPs; name runs of one batch size, length and model."
+                f"{path}: phases.{name}.changes has {found[0]!r}, so that steps may differ in "
+                "their FLOPs; name runs of one batch size, length and model."
             )
     batch = cfg.input.global_batch_size * cfg.input.seq_len  # Positions per step.
     cost = model_cost(cfg.model.instantiate(parent=None), seq_len=cfg.input.seq_len)

@@ -20,7 +20,8 @@ class AtEqual:
     moe_loss: float  # Nats per token.
     dense_loss: float
     # Spending of the dense run until it had its loss here, over that of the MoE run until it had
-    # the same loss: above 1 if MoE gains; None if the MoE run had it nowhere.
+    # the same loss: above 1 if MoE gains; None if the MoE run had it nowhere, or at its first line
+    # a lower one.
     gain: float | None
 
 
@@ -107,10 +108,11 @@ def _at_equal(name: str, moe: LossCurve, dense: LossCurve) -> AtEqual:
                 f"at {cost:.3g}; name runs of equal length."
             )
     a, b = (float(np.interp(cost, getattr(x, name), x.losses)) for x in (moe, dense))
-    lowest = np.minimum.accumulate(moe.losses)
+    reached = np.flatnonzero(moe.losses <= b)
     gain = None
-    if lowest[-1] <= b:  # The spending at which the loss fell to b, between two lines.
-        spent = np.interp(-b, -lowest, getattr(moe, name))
+    if len(reached) and moe.losses[0] >= b:  # The spending at which the loss first fell to b.
+        lines = slice(max(reached[0] - 1, 0), reached[0] + 1)
+        spent = np.interp(-b, -moe.losses[lines], getattr(moe, name)[lines])
         gain = float(cost / spent) if spent > 0 else None
     return AtEqual(cost=float(cost), moe_loss=a, dense_loss=b, gain=gain)
 

@@ -42,6 +42,29 @@ def test_a_moe_run_that_is_never_as_good_has_no_gain(tmp_path):
     assert compare_twins([moe, dense]).equal_flops.gain is None
 
 
+def test_a_moe_run_that_is_better_at_its_first_line_has_no_known_gain(tmp_path):
+    moe = write_run(tmp_path / "moe", config(), [2.9, 2.8])
+    dense = write_twins(tmp_path / "other")[1]
+    found = compare_twins([moe, dense], step_seconds=(0.5, 0.5))
+    assert found.equal_time.dense_loss == 3.0
+    assert found.equal_time.gain is None
+
+
+@pytest.mark.parametrize(
+    ("last", "line"),
+    [
+        (3.0, 2),  # The MoE run first had this loss at its second line.
+        (2.85, 4.5),  # Half way from the fourth line to the fifth.
+    ],
+)
+def test_the_gain_is_that_of_the_first_time_that_the_loss_was_as_low(tmp_path, last, line):
+    moe = write_run(tmp_path / "moe", config(), [4.0, 3.0, 3.5, 3.2, 2.5])
+    dense = dense_twin(config(), multiple_of=1).config
+    dense = write_run(tmp_path / "dense", dense, [5.0, 4.5, 4.0, 3.5, last])
+    found = compare_twins([moe, dense], step_seconds=(0.5, 0.5))
+    assert found.equal_time.gain == pytest.approx(5 / line)
+
+
 def test_losses_that_are_not_finite_are_named_and_not_drawn(tmp_path):
     moe, dense = write_twins(tmp_path)
     bad = write_run(tmp_path / "bad", config(), [4.0, None, 3.0, 2.5])
