@@ -16,6 +16,7 @@ from moelib.launch import import_module
 from moelib.runtime.command_line import flag, no_arguments
 
 _TARGETS = ("to_hf", "to_peft", "to_safetensors")
+_OF_HUB = ("ignore_settings", "multi_token_prediction")  # Flags of --from_hf alone.
 _WAYS = (("from_hf", "to"), *(("trainer_dir", name) for name in _TARGETS))
 
 
@@ -70,6 +71,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         import_module(flags.module)
     mesh = as_mesh(flags.mesh)
     if flags.from_hf and flags.to:
+        _refuse(flags, "--from_hf", "step", "module_dir", "skip_checksums")
         kind = convert.from_hugging_face(
             flags.from_hf,
             flags.to,
@@ -80,6 +82,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         )
         print(f"Wrote the {kind} model to {flags.to}.")
     elif flags.trainer_dir and flags.to_hf:
+        _refuse(flags, "--to_hf", *_OF_HUB)
         architecture = convert.to_hugging_face(
             flags.trainer_dir,
             flags.to_hf,
@@ -93,14 +96,17 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         files = ", ".join(sorted(os.listdir(flags.to_hf)))
         print(f"Wrote {architecture} to {flags.to_hf}: {files}.")
     elif flags.trainer_dir and flags.to_peft:
-        _refuse(flags, "--to_peft", "dtype", "mesh")
-        skip = flags.skip_checksums
+        _refuse(flags, "--to_peft", "dtype", "mesh", *_OF_HUB)
         num = convert.to_peft(
-            flags.trainer_dir, flags.to_peft, step=flags.step, skip_checksums=skip
+            flags.trainer_dir,
+            flags.to_peft,
+            step=flags.step,
+            module_dir=flags.module_dir,
+            skip_checksums=flags.skip_checksums,
         )
         print(f"Wrote the adapters of {num} tensors to {flags.to_peft}.")
     elif flags.trainer_dir and flags.to_safetensors:
-        _refuse(flags, "--to_safetensors", "dtype", "mesh")
+        _refuse(flags, "--to_safetensors", "dtype", "mesh", "module_dir", *_OF_HUB)
         step = convert.to_safetensors(
             flags.trainer_dir,
             flags.to_safetensors,
@@ -113,5 +119,5 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
 def _refuse(flags: Flags, target: str, *names: str) -> None:
     """Raises UsageError if a flag is set that a target does not use."""
     for name in names:
-        if getattr(flags, name):
+        if getattr(flags, name) != getattr(Flags(), name):
             raise UsageError(f"--{name} is not for {target}; leave it out.")

@@ -163,7 +163,12 @@ def merged_adapters(model: BaseLayer, params: Nested) -> Nested:
 
 
 def to_peft(
-    trainer_dir: str, to: str, *, step: int | None = None, skip_checksums: bool = False
+    trainer_dir: str,
+    to: str,
+    *,
+    step: int | None = None,
+    module_dir: str | None = None,
+    skip_checksums: bool = False,
 ) -> int:
     """Writes the adapters of a run for PEFT; returns the number of adapted tensors.
 
@@ -171,6 +176,7 @@ def to_peft(
         trainer_dir: Folder of the run.
         to: Folder of the adapter, which is created.
         step: Step of the checkpoint; None for the newest.
+        module_dir: Folder of the modules of the run's own layers; None for the run's.
         skip_checksums: Whether the arrays are not compared with their checksums.
 
     Raises:
@@ -181,6 +187,7 @@ def to_peft(
         step=step,
         dtype="stored",
         require_tokenizer=False,
+        module_dir=module_dir,
         skip_checksums=skip_checksums,
     )
     start = getattr(loaded.config, "init_from", None)

@@ -105,6 +105,12 @@ def change(folder, **settings):
         (["--from_hf=x", "--to_hf=y"], "--from_hf, --to_hf"),
         (["--from_hf=no/model", "--to=run"], "no/model"),
         (["--trainer_dir=run", "--to_safetensors=out", "--dtype=bfloat16"], "--dtype"),
+        (["--trainer_dir=run", "--to_safetensors=out", "--module_dir=m"], "--module_dir"),
+        (["--from_hf=no/model", "--to=run", "--step=0"], "--step"),
+        (["--from_hf=no/model", "--to=run", "--skip_checksums"], "--skip_checksums"),
+        (["--from_hf=no/model", "--to=run", "--module_dir=m"], "--module_dir"),
+        (["--trainer_dir=run", "--to_hf=out", "--ignore_settings=a"], "--ignore_settings"),
+        (["--trainer_dir=run", "--to_peft=out", "--multi_token_prediction"], "--multi_token"),
     ],
 )
 def test_what_cannot_be_converted_is_one_line(tmp_path, monkeypatch, capsys, flags, named):
@@ -151,6 +157,11 @@ def test_a_run_of_moved_own_layers_is_converted_with_module_dir(hub, tmp_path, m
     flags = cli.Flags(trainer_dir=str(tmp_path / "run"), to_hf=str(tmp_path / "back"))
     with pytest.raises(UserError, match="--module_dir"):
         cli.run(flags, [])
+    to_peft = dataclasses.replace(flags, to_hf=None, to_peft=str(tmp_path / "adapter"))
+    with pytest.raises(UserError, match="--module_dir"):
+        cli.run(to_peft, [])
+    with pytest.raises(UserError, match="adapters"):  # It has none; the module was found.
+        cli.run(dataclasses.replace(to_peft, module_dir=str(tmp_path / "moved")), [])
     cli.run(dataclasses.replace(flags, module_dir=str(tmp_path / "moved")), [])
     assert (tmp_path / "back/model.safetensors").exists()
 
