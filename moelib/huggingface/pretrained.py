@@ -257,7 +257,7 @@ def save_pretrained(
             yield name, np.zeros(shape, written)
 
     write_tensors(folder, tensors(), max_file_bytes=max_file_bytes)
-    published = {**published.get("text_config", {}), **published}
+    published = {**(published.get("text_config") or {}), **published}
     kept = {name: published[name] for name in _TRAVEL if name in published}
     settings = {**settings, **(more_settings or {}), **kept, "dtype": str(written)}
     write_json(os.path.join(folder, CONFIG_FILE), settings)

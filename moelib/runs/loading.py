@@ -272,7 +272,8 @@ def stop_ids_of_model(folder: str, tokenizer: Tokenizer | None, vocab_size: int)
 def _published(folder: str, name: str, default: Any, *, file: str = pretrained.CONFIG_FILE) -> Any:
     """Returns a setting of a published model's file. Raises UserError if it cannot be one."""
     path = os.path.join(folder, file)
-    value = read_json(path).get(name)
+    settings = read_json(path)
+    value = settings.get(name, (settings.get("text_config") or {}).get(name))
     check_setting(name, default if value is None else value, path)
     return default if value is None else value
 

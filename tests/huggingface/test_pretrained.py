@@ -36,6 +36,7 @@ from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
 from moelib.layers.quantization import Quantization
 from moelib.layers.transformer import LoopStack
 from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
+from moelib.runs.loading import load_model
 from moelib.train.init_from import InitFrom
 from tests.python_process import finish, free_port, start
 from tests.tiny import assert_trees_equal, trainer_config
@@ -260,6 +261,8 @@ def test_a_text_part_is_written_as_a_model_of_text(family, architecture, tmp_pat
     change(folder, text_config={**settings["text_config"], "eos_token_id": 7})
     loaded = load_pretrained(str(folder))
     assert "logits of text do not depend on them" in caplog.text
+    served = load_model(str(folder), require_tokenizer=False)
+    assert (served.max_length, list(served.stop_ids)) == (64, [7])
     out = str(tmp_path / "out")
     assert save_pretrained(out, loaded.cfg, loaded.params, files_of=str(folder)) == architecture
     assert f"model_type='{settings['model_type']}' is written as" in caplog.text
@@ -538,6 +541,9 @@ def test_the_published_config_is_written_back_while_it_describes_the_model(tmp_p
     older = {"rope_theta": 10000.0, "rope_scaling": None}  # As earlier versions read it.
     published.pop("torch_dtype")
     assert settings == published | {"dtype": "float32"} | older
+    change(folder, text_config=None)
+    save_pretrained(str(tmp_path / "null"), made.cfg, made.params, files_of=str(folder))
+    assert read_settings(str(tmp_path / "null"))["eos_token_id"] == [7, 8]
     made.cfg.decoder.num_layers += 1
     settings, back = round_trip(made.cfg, tmp_path / "other", files_of=str(folder))
     assert settings["num_hidden_layers"] == back.decoder.num_layers == made.cfg.decoder.num_layers
