@@ -78,12 +78,14 @@ def keep_top_k(logits: Float32[Array, "B V"], k: Int32[Array, "*B"]) -> Float32[
 
 
 def keep_top_p(logits: Float32[Array, "B V"], p: Float32[Array, "*B"]) -> Float32[Array, "B V"]:
-    """Keeps the fewest most likely tokens whose total probability is at least p.
+    """Keeps the fewest most likely tokens whose total probability is at least p; all if p is 1.
 
     Source: Holtzman et al., arXiv:1904.09751, section 3.1.
     """
     probs = jax.nn.softmax(logits, axis=-1)
-    return _cut(logits, lambda kept: jnp.sum(jnp.where(kept, probs, 0.0), axis=-1) >= p)
+    kept = _cut(logits, lambda kept: jnp.sum(jnp.where(kept, probs, 0.0), axis=-1) >= p)
+    # The sum of a few probabilities may round to 1.
+    return jnp.where(_column(p) < 1, kept, logits)
 
 
 def keep_min_p(logits: Float32[Array, "B V"], p: Float32[Array, "*B"]) -> Float32[Array, "B V"]:

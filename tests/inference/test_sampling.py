@@ -51,6 +51,14 @@ def test_filters_keep_the_tokens_of_their_definition(keep, definition, value):
         np.testing.assert_array_equal(out, np.where(kept, row, -np.inf))
 
 
+def test_all_probability_is_that_of_all_tokens():
+    """Float32 probabilities of a few tokens may already have the sum 1."""
+    logits = 6 * np.random.default_rng(0).normal(size=(2, 20000)).astype(np.float32)
+    got = sampling.keep_top_p(jnp.asarray(logits), jnp.array([1.0, 0.5], jnp.float32))
+    np.testing.assert_array_equal(got[0], logits[0])
+    assert np.isfinite(got[1]).sum() < 20000
+
+
 def test_seen_tokens_are_penalized_as_in_transformers():
     seen = np.random.default_rng(1).random((B, V)) < 0.5
     got = sampling.penalize_repetition(jnp.asarray(LOGITS), jnp.asarray(seen), jnp.float32(1.3))
