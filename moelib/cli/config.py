@@ -62,9 +62,7 @@ def run(flags: Flags, paths: Sequence[str]) -> None:
             )
         print("\n".join(config_names(flags.module)))
         return
-    for unused in ("mesh", "model_shards"):
-        if (value := getattr(flags, unused)) is not None and not flags.shardings:
-            raise UsageError(f"--{unused}={value} requires --shardings.")
+    _refuse_unused(flags, paths)
     cfg, name = flags.load(), flags.config or ""
     if flags.count:
         print(json.dumps(count(cfg), indent=2))
@@ -76,11 +74,24 @@ def run(flags: Flags, paths: Sequence[str]) -> None:
             launch.set_field(cfg, f"mesh_shape={mesh}", flag="--mesh")
         print_table(shardings_table(cfg.clone(dir=cfg.dir or "unused").instantiate(parent=None)))
     elif flags.diff:
-        print_diff(cfg, launch.load_config(flags.module, flags.diff), name, flags.diff)
+        # --set and --twin change the first config alone.
+        same = {name: getattr(flags, name) for name in ("data_dir", "max_step", "mesh_selector")}
+        other = launch.load_config(flags.module, flags.diff, **same)
+        print_diff(cfg, other, name, flags.diff, paths)
     elif flags.explain:
         print_origins(cfg, paths)
     else:
         print("\n".join(f"{line.path}: {line.text}" for line in _below(cfg, paths)))
+
+
+def _refuse_unused(flags: Flags, paths: Sequence[str]) -> None:
+    """Raises UsageError if a flag or path has no effect with the other flags."""
+    for unused in ("mesh", "model_shards"):
+        if (value := getattr(flags, unused)) is not None and not flags.shardings:
+            raise UsageError(f"--{unused}={value} requires --shardings.")
+    if paths and (flags.count or flags.shardings):
+        used = "count" if flags.count else "shardings"
+        raise UsageError(f"{' '.join(paths)}: --{used} is of the whole config; remove the paths.")
 
 
 def twin_of(cfg: Any, kind: str) -> Any:
@@ -130,9 +141,13 @@ def count(cfg: Any) -> dict[str, float]:
     return counts
 
 
-def print_diff(a: Any, b: Any, name_a: str, name_b: str) -> None:
-    """Prints the lines in which two configs differ."""
+def print_diff(a: Any, b: Any, name_a: str, name_b: str, paths: Sequence[str] = ()) -> None:
+    """Prints the lines in which two configs differ, below the paths if any."""
     rows = config_text.diff(a, b)
+    for path in paths:
+        if not any(_is_below(row[0], path) for row in rows):
+            config_text.get(a, path)  # Raises if neither has it.
+    rows = [row for row in rows if not paths or any(_is_below(row[0], path) for path in paths)]
     print(f"--- {name_a}\n+++ {name_b}")
     for path, text_a, text_b in rows:
         if text_a is not None:
@@ -163,9 +178,12 @@ def _below(cfg: Any, paths: Sequence[str]) -> list[Any]:
         return lines
     chosen: set[str] = set()
     for path in paths:
-        prefixes = (f"{path}.", f"{path}[")
-        below = {x.path for x in lines if x.path == path or x.path.startswith(prefixes)}
+        below = {x.path for x in lines if _is_below(x.path, path)}
         if not below:
             config_text.get(cfg, path)  # Raises the error with the nearest name.
         chosen |= below
     return [line for line in lines if line.path in chosen]
+
+
+def _is_below(path: str, top: str) -> bool:
+    return path == top or path.startswith((f"{top}.", f"{top}["))

@@ -58,6 +58,27 @@ def run_config(*arguments):
     config.run(*parse_flags(config.Flags, arguments))
 
 
+def test_both_sides_of_a_diff_have_the_flags_and_paths_select_its_lines(tmp_path, capsys):
+    named = ["--module=experiments.flame_moe", "--config=flame-moe-tiny"]
+    same = ["--diff=flame-moe-tiny", f"--data_dir={tmp_path}", "--max_step=7"]
+    run_config(*named, *same)
+    assert capsys.readouterr().out.endswith("(no difference)\n")
+    run_config(*named, *same, "--set=prng_seed=9", "--set=model.dim=64", "model")
+    assert [line[2:] for line in capsys.readouterr().out.splitlines()[2:]] == [
+        "model.dim: 64",
+        "model.dim: 128",
+    ]
+    with pytest.raises(UserError, match=r"'max_stp'.*'max_step'"):
+        run_config(*named, *same, "max_stp")
+
+
+@pytest.mark.parametrize("asked", ["--count", "--shardings"])
+def test_paths_are_refused_where_they_select_nothing(asked):
+    named = ["--module=experiments.flame_moe", "--config=flame-moe-tiny"]
+    with pytest.raises(UsageError, match=f"no.such.path: {asked} "):
+        run_config(*named, asked, "no.such.path")
+
+
 def test_module_alone_lists_its_names(capsys):
     run_config("--module=experiments.flame_moe")
     assert "flame-moe-tiny" in capsys.readouterr().out.splitlines()
