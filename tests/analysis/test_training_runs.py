@@ -66,9 +66,6 @@ def test_runs_that_cannot_be_read_are_named(tmp_path):
         read_curve(folder, "other")
     with pytest.raises(UserError, match=r"none/config.txt cannot be read"):
         read_curve(str(tmp_path / "none"))
-    long = Phase.default_config().set(after_step=200, changes={"input.seq_len": 256})
-    with pytest.raises(UserError, match=r"phased/config.txt: a phase changes the tokens per step"):
-        read_curve(write_run(tmp_path / "phased", config().set(phases={"long": long}), [4.0]))
 
 
 @pytest.mark.parametrize(
