@@ -267,8 +267,9 @@ def test_an_error_of_the_system_is_not_damage_on_any_process(monkeypatch):
 def test_record_is_read_inside_the_agreement(checkpointer, monkeypatch):
     save(checkpointer, 1)
     tear_record(step_path(checkpointer.dir, 1))
-    ranks = []
-    monkeypatch.setattr(processes, "gather_json", lambda mine: ranks.append(mine[0]) or [mine])
+    gathered = []
+    monkeypatch.setattr(processes, "gather_json", lambda mine: gathered.append(mine) or [mine])
     with pytest.raises(DamagedCheckpointError):
         checkpointer.restore(target_of(make_state()))
-    assert ranks == [0, 1]  # Reading the folder, reading the record.
+    # Reading the folder, the steps known to be damaged, which are none, and the record.
+    assert [each[0] for each in gathered if each] == [0, 0, 1]

@@ -73,7 +73,7 @@ def test_metrics_are_those_of_the_input_and_the_tasks(lm_input, tokenizer):
         ({"data_dir": "gone"}, "gone/ARC-Easy/ARC-Easy-Test.jsonl"),
         ({"tasks": ["arc"]}, "'arc'"),
         ({"batch_tokens": 0}, "batch_tokens is 0"),
-        ({"input": SYNTHETIC}, "SyntheticTokens"),
+        ({"input": SYNTHETIC.clone(max_batches=1)}, "SyntheticTokens"),
     ],
 )
 def test_invalid_settings_are_refused_before_a_step(lm_input, settings, named):

@@ -21,6 +21,13 @@ from moelib.verify.step_probe import Observed, Probe
 from tests import tiny as models
 from tests.verify.tiny import tiny
 
+
+@pytest.fixture(autouse=True, scope="module")
+def of_no_other_file():
+    """Frees programs of other files: with those of this one they take many memory maps."""
+    jax.clear_caches()
+
+
 # -- Layers of the plain form ----------------------------------------------------------------------
 
 
