@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Literal
 
 from moelib.core.jaxpr import called_by, evaluate
 
@@ -24,7 +25,9 @@ def in_float64(fn: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
     It is to be called inside `jax.enable_x64(True)`; float32 arguments are widened. It returns the
     results and, by scope, the margins of all `top_k` outside of loops: the least difference of the
     last entry that is chosen and the next one, as a share of the largest magnitude in its row. Two
-    zeros, as of a ReLU, are zeros in whatever order a program adds, and have no margin.
+    zeros, as of a ReLU, are zeros in whatever order a program adds, and have no margin. That of a
+    ReLU is the least magnitude above 0 of its inputs, as a share of the largest, times 10: it is
+    the error of one sum, where that of a choice adds up over layers.
     """
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arguments)
     structure = jax.tree.structure(shapes)
@@ -52,6 +55,8 @@ def _apply(eqn: Any, inputs: list[Any], margins: dict[str, Any], outer: str) -> 
         return _evaluate(inner, inputs, margins, scope)
     if name == "top_k" and params["k"] < inputs[0].shape[-1]:
         margins[scope] = jnp.minimum(_margin(inputs[0], params["k"]), margins.get(scope, jnp.inf))
+    if name == "max" and isinstance(eqn.invars[1], Literal) and not np.any(eqn.invars[1].val):
+        margins[scope] = jnp.minimum(_margin_of_relu(inputs[0]), margins.get(scope, jnp.inf))
     if name in ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"):
         kept = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
         return [getattr(lax, name.replace("-", "_"))(*inputs, **{key: params[key] for key in kept})]
@@ -83,6 +88,12 @@ def _margin(x: Any, k: int) -> Any:
     margins = (last - following) / jnp.maximum(largest, 1e-30)
     counts = jnp.isfinite(margins) & ((last != 0) | (following != 0))
     return jnp.min(margins, initial=jnp.inf, where=counts)
+
+
+def _margin_of_relu(x: Any) -> Any:
+    sizes = jnp.abs(x)
+    least = jnp.min(sizes, initial=jnp.inf, where=sizes > 0)
+    return 10 * least / jnp.maximum(jnp.max(sizes, initial=0.0), 1e-30)
 
 
 def _widened(x: Any) -> Any:

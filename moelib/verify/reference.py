@@ -22,7 +22,7 @@ from moelib.verify.step_probe import Observed, Probe
 
 SAVED_STEP = 2  # Step of the checkpoints that checks write on a mesh.
 _NUM_STEPS = 3  # Length of the loss curve.
-_MAX_DRAWS = 8  # Batches that are tried for a step, until no token has a tie of experts.
+_MAX_DRAWS = 32  # Batches that are tried for a step, until none has a tie.
 _NOISE = 0.05  # Standard deviation of the noise added to parameters that start constant.
 
 # Relative error of float32 sums taken in another order, against the largest entry of the array.
@@ -134,7 +134,8 @@ def make_reference(probe: Probe, initial: Any) -> Reference:
 def _without_ties(plain: Plain, state: Any, drawn: Iterator[Batch]) -> tuple[Batch, str]:
     """Returns the next batch without a tie of choices, or the least tie of a few and a text on it.
 
-    After a tie, sums in another order send a token to another expert, or a query to another key.
+    After a tie, sums in another order send a token to another expert, or a query to another key, or
+    open or close a ReLU, which changes a gradient.
     """
     state, ties = state._replace(model=plain.layers_apart(state.model)), []
     for batch in itertools.islice(drawn, _MAX_DRAWS):
@@ -147,7 +148,8 @@ def _without_ties(plain: Plain, state: Any, drawn: Iterator[Batch]) -> tuple[Bat
             return batch, ""
         ties.append((margins[scope], scope, batch))
     margin, scope, batch = max(ties, key=lambda tie: tie[0])
-    return batch, f"{scope}: the scores of two choices for a token differ by {margin:.2g}"
+    what = "the scores of two choices for a token, or the input of a ReLU and 0, differ by"
+    return batch, f"{scope}: {what} {margin:.2g}"
 
 
 def _with_noise(params: Any, probe: Probe) -> Any:

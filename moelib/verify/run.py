@@ -163,8 +163,8 @@ def _note(known: Reference, check: str) -> str:
     """Returns a note on what may explain a failure to agree to 1e-5 without an error; or ""."""
     if known.tie:
         return (
-            f" This may be a tie, not an error: {known.tie}, so that sums in another order send it "
-            "to another expert. All batches that were tried have ties; set another prng_seed."
+            f" This may be a tie, not an error: {known.tie}, so that sums in another order decide. "
+            "All batches that were tried have ties; set another prng_seed."
         )
     if found := narrow_layers(known.probe.trainer):
         return (
