@@ -127,7 +127,7 @@ def _position_before(cfg: Any, trainer_dir: str | None, step: int) -> dict[str, 
         record = folder.record(saved[-1]) if saved else None
     if record is None and begin:
         raise UsageError(
-            f"--step={step}: a phase changes the input after step {begin}, and its place in the "
+            f"--step={step}: a phase changes the input after step {begin}, and its position in the "
             f"data is in the checkpoints of steps {begin} to {step - 1}; set --trainer_dir to a "
             "run that has one."
         )

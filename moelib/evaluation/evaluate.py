@@ -5,7 +5,7 @@ import functools
 import inspect
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, overload
 
 import jax
@@ -118,15 +118,8 @@ def evaluate_model(
     Raises:
         UserError: If an argument or a file is invalid or missing, or results would be overwritten.
     """
-    _check_what(model, tasks, corpus)
-    if tasks and not lm_eval and data_dir is None:
-        raise UserError("tasks need data_dir (--data_dir), the folder of the benchmarks' files.")
-    length = model.max_length if max_length is None else max_length
-    if length is None:
-        raise UserError(
-            f"{model.folder} does not state the length of sequences that the model was trained on; "
-            "set max_length (--max_length)."
-        )
+    _check_what(model, tasks, corpus, data_dir="" if lm_eval else data_dir)
+    length = _length(model, max_length)
     scorer = Scorer(
         model=model.model,
         vocab_size=model.tokenizer.vocab_size,
@@ -153,26 +146,19 @@ def evaluate_model(
         },
     }
     results: list[Result] = []
-    lengths: dict[int | None, int] = {}  # By step.
+    lengths: dict[int | None, int] = {}  # `max_length` by step.
     for step in steps or [model.step]:
         if step != model.step:
             model = dataclasses.replace(model, parameters={})  # Frees those of the previous step.
             model = model.at_step(step)
             # Another model if the run's config changed between the steps.
             scorer = dataclasses.replace(scorer, model=model.model)
-        trained = model.max_length
-        if max_length is None and trained is not None and trained != length:
-            length = trained
+        lengths[model.step] = length = _length(model, max_length)
+        if length != scorer.max_length:
             scorer = dataclasses.replace(scorer, max_length=length)
             evaluations[: len(corpus)] = _of_corpora(corpus, model, length, limit)
-        lengths[model.step] = length
         if len({*lengths.values()}) > 1:
             record["max_length"] = lengths
-            logger.warning(
-                "steps have max_length as in their training, %s, so that their results differ by "
-                "it too; set max_length (--max_length) for the same at all steps.",
-                lengths,
-            )
         with model.on_mesh():
             found = _scored(model, scorer, evaluations)
             if manager is not None:
@@ -183,7 +169,29 @@ def evaluate_model(
         if output is not None:
             args = (output, model.folder, results, record)
             on_process_0(functools.partial(report.write_results, *args))
+    _warn_of_lengths(lengths)
     return results
+
+
+def _length(model: LoadedModel, max_length: int | None) -> int:
+    """Returns the maximum number of tokens of a sequence. Raises UserError if it is unknown."""
+    length = model.max_length if max_length is None else max_length
+    if length is None:
+        raise UserError(
+            f"{model.folder} does not state the length of sequences that the model was trained on; "
+            "set max_length (--max_length)."
+        )
+    return length
+
+
+def _warn_of_lengths(lengths: Mapping[int | None, int]) -> None:
+    """Warns if steps were evaluated at different lengths."""
+    if len({*lengths.values()}) > 1:
+        logger.warning(
+            "steps have max_length as in their training, %s, so that their results differ by it "
+            "too; set max_length (--max_length) for the same at all steps.",
+            lengths,
+        )
 
 
 def _of_corpora(
@@ -232,13 +240,17 @@ def _lm_eval_manager(tasks: Sequence[str], include_path: str | None) -> Any:
     return task_manager(tasks, include_path)
 
 
-def _check_what(model: Any, tasks: Sequence[str], corpus: Sequence[str]) -> None:
+def _check_what(
+    model: Any, tasks: Sequence[str], corpus: Sequence[str], *, data_dir: str | None
+) -> None:
     """Raises UserError unless a model and, in lists, something to evaluate it on are given."""
     refuse_single_strings(tasks=tasks, corpus=corpus)
     if not tasks and not corpus:
         raise UserError("tasks and corpus are empty; set one of them to what to evaluate on.")
     if not isinstance(model, LoadedModel):
         raise UserError(f"model is {model!r}; pass a model from moelib.load_model.")
+    if tasks and data_dir is None:
+        raise UserError("tasks need data_dir (--data_dir), the folder of the benchmarks' files.")
 
 
 def _check_output(output: str | None) -> None:

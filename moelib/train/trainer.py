@@ -595,7 +595,8 @@ class SpmdTrainer(StepProgram):
         saver = self.saver
         if saver is None or self.restored is None or not saver.is_local(self.restored.path):
             return None
-        record = agreed(lambda: newest_record(saver.dir, saver.latest_step()))
+        newest = on_process_0(saver.latest_step)  # Only it may know of a damaged one.
+        record = None if newest is None else agreed(lambda: newest_record(saver.dir, newest))
         if record is None:
             return None if self._origin else 0
         return (input_state_of(record.input, self._host_rows) or {}).get("step")

@@ -55,8 +55,8 @@ def _apply(eqn: Any, inputs: list[Any], margins: dict[str, Any], outer: str) -> 
         return _evaluate(inner, inputs, margins, scope)
     if name == "top_k" and params["k"] < inputs[0].shape[-1]:
         margins[scope] = jnp.minimum(_margin(inputs[0], params["k"]), margins.get(scope, jnp.inf))
-    if name == "max" and isinstance(eqn.invars[1], Literal) and not np.any(eqn.invars[1].val):
-        margins[scope] = jnp.minimum(_margin_of_relu(inputs[0]), margins.get(scope, jnp.inf))
+    if name == "max" and (x := _input_of_relu(eqn, inputs)) is not None:
+        margins[scope] = jnp.minimum(_margin_of_relu(x), margins.get(scope, jnp.inf))
     if name in ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"):
         kept = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
         return [getattr(lax, name.replace("-", "_"))(*inputs, **{key: params[key] for key in kept})]
@@ -88,6 +88,13 @@ def _margin(x: Any, k: int) -> Any:
     margins = (last - following) / jnp.maximum(largest, 1e-30)
     counts = jnp.isfinite(margins) & ((last != 0) | (following != 0))
     return jnp.min(margins, initial=jnp.inf, where=counts)
+
+
+def _input_of_relu(eqn: Any, inputs: Sequence[Any]) -> Any:
+    """Returns the floating-point array that a maximum compares with the constant 0, or None."""
+    is_zero = [isinstance(var, Literal) and not np.any(var.val) for var in eqn.invars]
+    found = [x for x, zero in zip(inputs, is_zero, strict=True) if not zero]
+    return found[0] if len(found) == 1 and jnp.issubdtype(found[0].dtype, jnp.floating) else None
 
 
 def _margin_of_relu(x: Any) -> Any:

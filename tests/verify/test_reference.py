@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -126,11 +127,20 @@ def test_two_zeros_are_no_tie():
     np.testing.assert_allclose(margin, 0.5 / 0.9, rtol=1e-6)
 
 
-def test_the_margin_of_a_relu_is_its_input_next_to_zero():
-    x = np.float32([[-2.0, 0.0], [1e-6, 1.0]])
+@pytest.mark.parametrize(
+    ("function", "dtype", "expected"),
+    [
+        (jax.nn.relu, "float32", [10 * 1e-6 / 2]),
+        (lambda x: jnp.maximum(0.0, x), "float32", [10 * 1e-6 / 2]),
+        (jax.nn.softplus, "float32", []),  # It is smooth.
+        (lambda x: jnp.maximum(x, 0), "int32", []),  # As of labels, which have no gradient.
+    ],
+)
+def test_the_margin_of_a_relu_is_its_input_next_to_zero(function, dtype, expected):
+    x = np.array([[-2.0, 0.0], [1e-6, 1.0]]).astype(dtype)
     with jax.enable_x64(True):
-        _, margins = in_float64(jax.nn.relu, x)(x)
-    np.testing.assert_allclose([*margins.values()], [10 * 1e-6 / 2], rtol=1e-6)
+        _, margins = in_float64(function, x)(x)
+    np.testing.assert_allclose([*margins.values()], expected, rtol=1e-6)
 
 
 def test_a_tie_that_all_batches_have_is_named(monkeypatch, tmp_path):

@@ -80,13 +80,10 @@ class Begin(NamedTuple):
 class StepBatches(BatchIterator):
     """One host's batches of an input with `batch(step, rows)`."""
 
-    can_seek = True
-
     def __init__(self, source: Any, rows: range) -> None:
         """Starts at the first batch; `rows` are those of this host."""
         self.source, self._rows, self.step = source, rows, 0
-        if source.reads_parameters:
-            self.can_seek = False
+        self.can_seek = not source.reads_parameters
 
     def seek(self, position: int) -> None:
         """Goes to a batch."""

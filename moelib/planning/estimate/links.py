@@ -22,7 +22,7 @@ from moelib.planning.estimate.candidates import Mesh
 from moelib.planning.hardware.topologies import TORI, TopologyShape, torus_devices
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Traffic:
     """Bytes that one device sends, and the seconds that takes at the peak rate."""
 

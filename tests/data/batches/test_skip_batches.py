@@ -73,7 +73,9 @@ def test_batches_that_have_been_trained_on_are_refused():
 class Stream(LMInputIterator):
     """An iterator without positions, as those of streaming inputs."""
 
-    can_seek = BatchIterator.can_seek
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.can_seek = BatchIterator.can_seek
 
 
 def test_a_stream_is_refused():
