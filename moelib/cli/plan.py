@@ -8,6 +8,7 @@ cycles the compiler's estimate, without kernels and collectives.
 """
 
 import dataclasses
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -99,6 +100,7 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         _print_goodput(flags)
         return
     os.environ["JAX_PLATFORMS"] = "cpu"  # No accelerator is used.
+    gc.set_threshold(50_000)  # Searches through JAX's objects for cycles take a tenth of a sweep.
     from moelib.planning.report.figures import read_columns
     from moelib.runs import phases
 

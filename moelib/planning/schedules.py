@@ -128,9 +128,10 @@ class _Waiting(NamedTuple):
 
 def _waiting(schedule: Schedule, num_ranks: int, rank: int, num: int) -> Iterator[_Waiting]:
     """Yields the slots of a rank for some micro-batches, in order."""
+    stages = [schedule.stage(num_ranks, rank, chunk) for chunk in range(schedule.num_chunks)]
     for slot in slots(schedule, num_ranks, rank, num):
         for part in parts_of(slot):
-            tasks = [(schedule.stage(num_ranks, rank, task.chunk), task) for task in part]
+            tasks = [(stages[task.chunk], task) for task in part]
             inputs = {key for each in tasks for key in inputs_of(schedule, num_ranks, *each)}
             yield _Waiting(part, tasks, inputs)
 
@@ -206,8 +207,10 @@ def _of_each_stage(
 
 def _slot_time(tasks: Sequence[tuple[int, Task]], costs: Sequence[Costs]) -> float:
     """Returns the time of a slot, from its tasks, each after its stage."""
-    pair = costs[tasks[0][0]].pair if is_pair(tuple(task for _, task in tasks)) else None
-    return sum(costs[stage].of(task.kind) for stage, task in tasks) if pair is None else pair
+    pair = costs[tasks[0][0]].pair
+    if pair is not None and is_pair(tuple(task for _, task in tasks)):
+        return pair
+    return sum(costs[stage].of(task.kind) for stage, task in tasks)
 
 
 def schedule_timelines(texts: Sequence[str]) -> dict[str, Timeline]:

@@ -75,6 +75,7 @@ def parts_of(slot: Slot) -> tuple[Slot, ...]:
     return (slot,) if is_pair(slot) else tuple((task,) for task in slot)
 
 
+@functools.cache
 def slots(schedule: Schedule, num_ranks: int, rank: int, num_microbatches: int) -> tuple[Slot, ...]:
     """Returns what a rank computes, in order.
 

@@ -113,10 +113,11 @@ class Candidate:
 
 def candidates(
     cfg: Any, work: Workload, topology: TopologyShape, *, mesh: str | None = None
-) -> list[Candidate]:
-    """Returns every legal way to run a trainer config, with its global batch, on a topology.
+) -> Iterator[Candidate]:
+    """Yields every legal way to run a trainer config, with its global batch, on a topology.
 
-    `mesh` restricts them to sizes such as fsdp=2,expert=-1; other axes then have size 1.
+    Those of a mesh follow one another. `mesh` restricts them to sizes such as fsdp=2,expert=-1;
+    other axes then have size 1.
 
     Raises:
         UserError: If there is no candidate, or the sharding rules or `mesh` are invalid.
@@ -126,27 +127,26 @@ def candidates(
     wanted = None if mesh is None else _wanted(cfg, work, topology, mesh, split)
     check, remats = _mesh_check(work, rules), [*_remats(cfg, work)]
     schedules, sequence = functools.cache(functools.partial(_schedules, work)), rules["sequence"]
-    found, refusals = list[Candidate](), dict[str, None]()
+    refusals, is_refused = dict[str, None](), True
     for each in _meshes(split, topology, wanted):
         most, parts = work.global_batch_size // each.parts(rules["batch"]), each.parts(sequence)
-        tokens = most * work.seq_len // parts
+        tokens, num_ranks = most * work.seq_len // parts, each.parts([AXIS])
         if refusal := check(each) or _refusal(check_loss_chunk, work.loss_chunk_size, tokens):
             refusals[refusal] = None
             continue
-        found += [
-            Candidate(topology, each, size, most // size, name, schedule)
-            for size in range(1, most + 1)
-            if most % size == 0 and size * work.seq_len // parts >= (work.loss_chunk_size or 0)
-            for schedule in schedules(each.parts([AXIS]), most // size)
-            for name in remats
-        ]
-    if not found:
+        for size in range(1, most + 1):
+            if most % size or size * work.seq_len // parts < (work.loss_chunk_size or 0):
+                continue
+            for schedule in schedules(num_ranks, most // size):
+                for name in remats:
+                    is_refused = False
+                    yield Candidate(topology, each, size, most // size, name, schedule)
+    if is_refused:
         raise UserError(
             f"topology {topology.name}: no mesh of its {topology.num_devices} devices"
             f"{' with ' + mesh if mesh else ''} can run the config: "
             f"{' '.join([*refusals][:_MAX_REFUSALS]) or 'the config lacks the axes.'}"
         )
-    return found
 
 
 def _wanted(

@@ -256,7 +256,7 @@ class OnMesh:
         self._writes_scores = _writes_scores(work, accelerator)
         self.compute_seconds = functools.cache(self._compute_seconds)
         self._weights = functools.cache(self._weight_traffic)
-        self._token = functools.cache(self._token_traffic)
+        self._tokens = functools.cache(self._tokens_traffic)
         self._ranks = functools.cache(self._rank_traffic)
 
     def flops(self, remat: str) -> float:
@@ -299,8 +299,9 @@ class OnMesh:
     def _weight_traffic(self, remat: str, windowed: bool) -> Traffic:
         return transfers.traffic(self._weight_transfers(remat, windowed), self._links)
 
-    def _token_traffic(self, recomputed: bool) -> Traffic:
-        return transfers.traffic(self._token_transfers(), self._links, recomputed=recomputed)
+    def _tokens_traffic(self, recomputed: bool) -> Traffic:
+        of_one = transfers.traffic(self._token_transfers(), self._links, recomputed=recomputed)
+        return of_one.times(self._held_tokens)
 
     def _rank_traffic(self, filled: float) -> tuple[Traffic, Traffic]:
         """Returns what ranks send each other per step, and per byte of activations."""
@@ -314,9 +315,9 @@ class OnMesh:
 
     def sent(self, candidate: Candidate, pipeline: Pipeline) -> Traffic:
         """Returns the traffic of a step."""
-        weights = self._weights(candidate.remat, self._is_windowed(candidate))
-        token = self._token(self.work.recomputes(candidate.remat))
-        total = weights.times(candidate.num_microbatches) + token.times(self._held_tokens)
+        weights = self._weights(self.work.alike(candidate.remat), self._is_windowed(candidate))
+        tokens = self._tokens(self.work.recomputes(candidate.remat))
+        total = weights.times(candidate.num_microbatches) + tokens
         if self.placement.num_ranks == 1:
             return total
         between, of_byte = self._ranks(pipeline.filled)

@@ -160,7 +160,7 @@ class Placement:
         weights = 0.0 if work.recomputes(candidate.remat) else self._saved_weights
         unrouted, routed = (tokens * size for size in self._block)
         in_blocks = work.block_size * work.num_blocks / work.num_layers
-        largest, stages = max(pipeline.sizes), self.stage_bytes
+        largest, stages = pipeline.largest, self.stage_bytes
         scheduled = candidate.schedule is not None
         sums = pipeline.filled * stages.gradients + self.outer_bytes.gradients
         several = candidate.num_microbatches > 1

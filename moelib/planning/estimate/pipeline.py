@@ -50,9 +50,14 @@ class Pipeline:
     num_deferred: float = 0.0  # Blocks whose weight gradients a rank keeps for later.
 
     @functools.cached_property
+    def largest(self) -> int:
+        """Blocks of the largest stage."""
+        return max(self.sizes)
+
+    @functools.cached_property
     def rows(self) -> int:
         """Blocks of a rank with its stages filled up to the largest."""
-        return len(self.sizes) // self.num_ranks * max(self.sizes)
+        return len(self.sizes) // self.num_ranks * self.largest
 
     @functools.cached_property
     def filled(self) -> float:

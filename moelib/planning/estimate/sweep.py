@@ -60,12 +60,12 @@ def sweep(
                 found = [current_candidate(cfg, work, shape)]
             else:
                 found = candidates(cfg, work, shape, mesh=mesh)
+            for _, of_mesh in itertools.groupby(found, lambda candidate: candidate.mesh):
+                estimates = [estimator(candidate) for candidate in of_mesh]
+                num += len(estimates)
+                best.append(min(estimates, key=_rank))
         except UserError as error:
             refused[str(error)] = None
-            continue
-        num += len(found)
-        for _, of_mesh in itertools.groupby(found, lambda candidate: candidate.mesh):
-            best.append(min(map(estimator, of_mesh), key=_rank))
     if not best:
         raise UserError(" ".join(refused))
     return Sweep(tuple(_sorted(best)), num, tuple(refused))

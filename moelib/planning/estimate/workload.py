@@ -22,6 +22,7 @@ from moelib.learner import offload
 from moelib.learner.learner import Learner
 from moelib.models.multi_token_prediction import MULTI_TOKEN
 from moelib.planning.estimate.activations import (
+    DOTS,
     FULL,
     NONE,
     OWN,
@@ -162,6 +163,10 @@ class Workload:
     def recomputes_matmuls(self, remat: str) -> bool:
         """Returns whether the backward pass recomputes dense matmuls, too."""
         return (self.own_remat if remat == OWN else remat) == FULL
+
+    def alike(self, remat: str) -> str:
+        """Returns the remat that stands for all that recompute as many matmuls."""
+        return FULL if self.recomputes_matmuls(remat) else DOTS if self.recomputes(remat) else NONE
 
     def recomputed_flops(self, remat: str) -> float:
         """Returns the FLOPs per token in addition to the model's, which the backward pass repeats.

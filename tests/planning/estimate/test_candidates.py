@@ -41,7 +41,7 @@ def test_meshes_are_those_that_the_trainer_accepts(tiny):
     ]
     # Attention's ring and logits split twice are refused when the step is traced, not before.
     wanted = {shape for shape in shapes if _accepted(cfg, shape)}
-    found = candidates(cfg, work, describe("h100:1x8"))
+    found = [*candidates(cfg, work, describe("h100:1x8"))]
     assert {each.apply(cfg).mesh_shape for each in found} == wanted
     assert 1 < len(wanted) < len(shapes)
 
@@ -57,7 +57,7 @@ def test_meshes_are_legal_for_the_trainer(tiny):
 
 def test_a_candidate_changes_mesh_parts_and_remat_alone(tiny):
     cfg, work = tiny
-    found = candidates(cfg, work, describe("h100:1x8"))
+    found = [*candidates(cfg, work, describe("h100:1x8"))]
     for each in found:
         rows = (
             each.batch_per_device
@@ -73,7 +73,7 @@ def test_a_candidate_changes_mesh_parts_and_remat_alone(tiny):
 
 def test_slices_take_a_hybrid_mesh(tiny):
     cfg, work = tiny
-    found = candidates(cfg, work, describe("h100:2x4"))
+    found = [*candidates(cfg, work, describe("h100:2x4"))]
     shapes = {each.apply(cfg).mesh_shape for each in found}
     assert all(isinstance(shape, HybridMeshShape) for shape in shapes)
     assert all(math.prod(shape.dcn) == 2 and math.prod(shape.ici) == 4 for shape in shapes)
@@ -94,13 +94,13 @@ def test_on_gpus_one_axis_at_most_is_within_slices_and_across(tiny):
 def test_rows_at_a_time_are_all_divisors(tiny):
     cfg, work = tiny
     work = dataclasses.replace(work, global_batch_size=6)
-    found = candidates(cfg, work, describe("h100:1x2"), mesh="fsdp=2")
+    found = [*candidates(cfg, work, describe("h100:1x2"), mesh="fsdp=2")]
     assert {(each.batch_per_device, each.num_microbatches) for each in found} == {(1, 3), (3, 1)}
 
 
 def test_a_mesh_can_be_given(tiny):
     cfg, work = tiny
-    found = candidates(cfg, work, describe("h100:1x8"), mesh="fsdp=2,expert=-1")
+    found = [*candidates(cfg, work, describe("h100:1x8"), mesh="fsdp=2,expert=-1")]
     assert {each.mesh for each in found} == {found[0].mesh}
     assert found[0].mesh.sizes == {"expert": 4, "fsdp": 2}
 
@@ -118,7 +118,7 @@ def test_a_mesh_can_be_given(tiny):
 def test_a_mesh_that_cannot_be_is_refused(tiny, topology, mesh, names):
     cfg, work = tiny
     with pytest.raises(UserError) as error:
-        candidates(cfg, work, describe(topology), mesh=mesh)
+        [*candidates(cfg, work, describe(topology), mesh=mesh)]
     assert all(name in str(error.value) for name in names)
 
 
@@ -152,7 +152,7 @@ def test_sharding_rules_may_name_the_configs_own_mesh_axes(tiny):
 @pytest.mark.parametrize("topology", ["v5p:1x1x1", "2*V6E:1x1"])
 def test_slices_of_one_device_have_a_mesh(tiny, topology):
     cfg, work = tiny
-    found = candidates(cfg, work, describe(topology))
+    found = [*candidates(cfg, work, describe(topology))]
     assert {tuple(each.shared_sides()) for each in found} == {()}
 
 
@@ -161,12 +161,12 @@ def test_a_chunk_of_the_loss_larger_than_a_micro_batch_is_refused_as_by_the_trai
     two, one = describe("h100:1x2"), describe("h100:1x1")
     tokens = work.seq_len * 4  # Of 8 sequences.
     chunks_of = lambda size: dataclasses.replace(work, loss_chunk_size=size)
-    found = candidates(cfg, chunks_of(tokens), two, mesh="fsdp=2")
+    found = [*candidates(cfg, chunks_of(tokens), two, mesh="fsdp=2")]
     assert {each.batch_per_device for each in found} == {4}
     message = f"loss_chunk_size is {tokens + 1}.*{tokens} tokens"
     with pytest.raises(UserError, match=message):
-        candidates(cfg, chunks_of(tokens + 1), two, mesh="fsdp=2")
+        [*candidates(cfg, chunks_of(tokens + 1), two, mesh="fsdp=2")]
     with pytest.raises(UserError, match=message):
         current_candidate(cfg.clone(mesh_shape=(1, 1, 1, 2, 1, 1)), chunks_of(tokens + 1), two)
     with pytest.raises(UserError, match=f"loss_chunk_size.*{2 * tokens} tokens"):
-        candidates(cfg, chunks_of(2 * tokens + 1), one)
+        [*candidates(cfg, chunks_of(2 * tokens + 1), one)]

@@ -115,14 +115,14 @@ def test_state_falls_as_devices_rise(tiny):
     cfg, work, estimator = tiny
     held = []
     for name in ("h100:1x2", "h100:1x4", "h100:1x8"):
-        fsdp = candidates(cfg, work, describe(name), mesh="fsdp=-1")[0]
+        fsdp = next(candidates(cfg, work, describe(name), mesh="fsdp=-1"))
         held.append(estimator(fsdp).memory["optimizer"])
     assert held[0] > 1.9 * held[1] > 1.9 * 1.9 * held[2]
 
 
 def test_times_and_prices_go_together(tiny):
     cfg, work, estimator = tiny
-    each = estimator(candidates(cfg, work, EIGHT)[0])
+    each = estimator(next(candidates(cfg, work, EIGHT)))
     low, high = each.seconds
     assert 0 < low < high
     assert each.tokens_per_second == pytest.approx((work.tokens / 8 / high, work.tokens / 8 / low))
@@ -153,7 +153,7 @@ def test_the_backward_pass_recomputes_what_a_remat_and_a_flash_kernel_do_not_sav
 @pytest.mark.parametrize(("topology", "times"), [("h100:1x8", 2), ("v6e:2x4", 1)])
 def test_float32_matmuls_have_their_own_peak(tiny, topology, times):
     cfg, work, _ = tiny
-    each = candidates(cfg, work, describe(topology), mesh="fsdp=8")[0]
+    each = next(candidates(cfg, work, describe(topology), mesh="fsdp=8"))
     seconds, mfu = [], []
     for dtype in ("bfloat16", "float32"):
         changed = dataclasses.replace(work, compute_dtype=dtype)
@@ -173,7 +173,7 @@ def test_memory_is_that_of_the_larger_phase():
 
 def test_the_head_of_a_single_chunk_makes_room_for_its_gradient(tiny):
     cfg, work, _ = tiny
-    each = candidates(cfg, work, EIGHT, mesh="data=8")[0]
+    each = next(candidates(cfg, work, EIGHT, mesh="data=8"))
     tokens = each.batch_per_device * work.seq_len
     held = lambda size: Placement(
         dataclasses.replace(work, loss_chunk_size=size), each, rules_of(cfg)
@@ -212,7 +212,7 @@ def test_gpus_hold_no_gradients_of_stacked_weights_beside_their_sums(tiny):
 
 def test_plain_attention_writes_its_scores_and_kernels_do_not(tiny):
     cfg, work, _ = tiny
-    each = candidates(cfg, work, EIGHT, mesh="fsdp=8")[0]
+    each = next(candidates(cfg, work, EIGHT, mesh="fsdp=8"))
     seconds = {}
     for backend in (None, "xla", "cudnn"):
         changed = dataclasses.replace(work, attention_backend=backend)

@@ -79,7 +79,7 @@ def test_a_rank_sends_in_every_tick_both_ways(work):
 
 def test_schedules_are_candidates_of_a_sweep(work):
     cfg = deep()
-    found = candidates(cfg, work, EIGHT, mesh="pipeline=4,fsdp=2")
+    found = [*candidates(cfg, work, EIGHT, mesh="pipeline=4,fsdp=2")]
     assert {each.schedule for each in found} == set(Schedule)
     assert all(each.num_microbatches >= 8 for each in found if each.schedule is Schedule.DUALPIPE_V)
     each = next(x for x in found if x.schedule is Schedule.DUALPIPE_V)
@@ -97,7 +97,7 @@ def test_the_table_has_schedule_idle_share_and_bytes():
 
 def test_the_bytes_that_deferred_gradients_take_are_told(work):
     def footnotes(schedule, remat):
-        found = candidates(deep(), work, EIGHT, mesh="pipeline=4,fsdp=2")
+        found = [*candidates(deep(), work, EIGHT, mesh="pipeline=4,fsdp=2")]
         own = next(each for each in found if each.schedule is schedule)
         estimate = Estimator(work, rules_of(deep()), {})(dataclasses.replace(own, remat=remat))
         table = Plan(deep(), "deep", (estimate,), 1, 0, ()).table()
@@ -137,14 +137,18 @@ def test_a_schedule_without_effect_is_reported(work, caplog):
 
 def test_a_pipeline_has_at_most_as_many_ranks_as_blocks(work):
     with pytest.raises(UserError, match=r"pipeline=4: .* 2 blocks"):
-        candidates(deep(), dataclasses.replace(work, num_blocks=2), EIGHT, mesh="pipeline=4,fsdp=2")
+        [
+            *candidates(
+                deep(), dataclasses.replace(work, num_blocks=2), EIGHT, mesh="pipeline=4,fsdp=2"
+            )
+        ]
 
 
 def test_a_model_without_a_scan_stack_has_no_pipeline(work):
     refused = dataclasses.replace(work, pipeline_refusal="mesh axis pipeline: no stack")
     assert {each.schedule for each in candidates(deep(), refused, EIGHT)} == {None}
     with pytest.raises(UserError, match="mesh axis pipeline: no stack"):
-        candidates(deep(), refused, EIGHT, mesh="pipeline=8")
+        [*candidates(deep(), refused, EIGHT, mesh="pipeline=8")]
 
 
 @pytest.mark.slow
