@@ -11,8 +11,13 @@ _WINDOW = 64  # Number of tokens decoded together before the first ones are drop
 def text_of(
     tokens: Sequence[int], prompt: Sequence[int], decode: Decode, stops: Sequence[str] = ()
 ) -> str:
-    """Returns the text of the tokens that follow a prompt, up to the first stop string."""
-    text = decode([*prompt, *tokens])[len(decode(prompt)) :]
+    """Returns the text of the tokens that follow a prompt, up to the first stop string.
+
+    It begins with the character, if any, that the prompt has a part of.
+    """
+    if not len(tokens):
+        return ""
+    text = decode([*prompt, *tokens])[len(decode(prompt).rstrip("\ufffd")) :]
     return text[: _end(text, stops)]
 
 
@@ -30,7 +35,7 @@ class TextStream:
     def __init__(self, prompt: Sequence[int], decode: Decode, stops: Sequence[str] = ()) -> None:
         self._decode, self._stops = decode, stops
         self._tokens, text = _shortened(list(prompt), decode(prompt), decode)
-        self._num_shown = len(text)  # Characters of the text of `_tokens`.
+        self._num_shown = len(text.rstrip("\ufffd"))  # Characters of the text of `_tokens`.
         self.rest, self.ended = "", False
 
     def add(self, token: int) -> str:

@@ -30,6 +30,19 @@ def test_characters_are_shown_whole_and_as_soon_as_they_are_complete():
     assert text_of(TEXT.encode(), b"Es war ", decode) == TEXT
 
 
+def byte_fallback(tokens):
+    """Returns the text of bytes as SentencePiece's byte fallback: U+FFFD for each invalid one."""
+    text = bytes(tokens).decode(errors="surrogateescape")
+    return "".join("\ufffd" if "\udc80" <= char <= "\udcff" else char for char in text)
+
+
+@pytest.mark.parametrize("decode", [decode, byte_fallback])
+def test_a_character_that_a_prompt_begins_is_in_the_text(decode):
+    prompt, tokens = "3 €".encode()[:-1], "€ und 4".encode()[-7:]
+    assert "".join(pieces(tokens, (), prompt, decode)) == "€ und 4"
+    assert text_of(tokens, prompt, decode) == "€ und 4"
+
+
 @pytest.mark.parametrize(
     ("stops", "want"),
     [
