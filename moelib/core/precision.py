@@ -30,6 +30,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from moelib.core import tree
 from moelib.core.errors import UserError
@@ -136,6 +137,16 @@ class CastAtUse:
         return _cast_with_gradient_of(self.value, at, self.dtype)
 
 
+def row_major(x: jax.Array) -> jax.Array:
+    """Returns a slice of a stack, of which XLA for GPUs then makes no transposed copy.
+
+    It gathers arrays along their major dimension. To gather slices along another one, it would
+    copy the weights of all layers before the scan, and hold them twice.
+    """
+    constrain = lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    return jax.lax.platform_dependent(x, cuda=constrain, default=lambda x: x)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _cast_with_gradient_of(value: jax.Array, gradient_of: jax.Array, dtype: Any) -> jax.Array:
     """Returns `value` in a dtype; the gradient goes to `gradient_of`."""
@@ -143,7 +154,7 @@ def _cast_with_gradient_of(value: jax.Array, gradient_of: jax.Array, dtype: Any)
     limits = jnp.finfo(dtype)
     if limits.bits < jnp.finfo(value.dtype).bits:
         # Without a rounding of its own, XLA would cast all layers at once, before the scan.
-        value = jax.lax.reduce_precision(value, limits.nexp, limits.nmant)
+        value = jax.lax.reduce_precision(row_major(value), limits.nexp, limits.nmant)
     return value.astype(dtype)
 
 

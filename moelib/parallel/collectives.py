@@ -44,6 +44,8 @@ def gather(
 
     def whole(x: jax.Array) -> jax.Array:
         x = vary(x, axes)
+        if any(dim for dim, _ in dims):
+            x = precision.row_major(x)
         for dim, names in dims:
             x = lax.all_gather(x, names, axis=dim, tiled=True)
         return x

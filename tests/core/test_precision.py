@@ -102,6 +102,19 @@ def test_a_cast_slice_reads_no_zeros_and_its_gradient_has_their_dtype(dtype):
     assert gradient.tolist() == [1, 2, 3]
 
 
+@pytest.mark.parametrize(("platform", "constrained"), [("cuda", True), ("tpu", False)])
+def test_gpus_lay_out_a_slice_and_not_its_stack_for_its_gather(platform, constrained):
+    """Held twice, the weights of olmoe-1b-7b take 21.2 GiB of each of 8 H100 instead of 18.0."""
+
+    def total(stack):
+        cast = lambda carry, x: (carry + CastAtUse(x, x, "bfloat16").cast(), None)
+        return jax.lax.scan(cast, jnp.zeros((8, 16), "bfloat16"), stack)[0]
+
+    traced = jax.jit(total).trace(jnp.ones((4, 8, 16)))
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert ("@LayoutConstraint" in text) == constrained
+
+
 def test_only_floats_are_cast():
     values = {"x": jnp.ones(2), "n": jnp.ones(2, jnp.int32), "k": jax.random.key(0)}
     cast = cast_floats(values, jnp.bfloat16)

@@ -61,3 +61,14 @@ def test_gradients_are_summed_in_the_reduce_dtype(axes):
 def test_an_axis_to_keep_comes_first():
     with pytest.raises(UserError, match=r"dimension 1 .*\('fsdp',\) are kept"):
         _gathered(("fsdp",), PartitionSpec(None, "fsdp"))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_gpus_lay_out_a_weight_for_its_gather_along_an_inner_dimension(dim):
+    split = PartitionSpec(*[None] * dim, "fsdp")
+    with jax.set_mesh(create_device_mesh(mesh_shape_from_axes(fsdp=8))):
+        whole = functools.partial(gather, spec=split)
+        whole = jax.shard_map(whole, in_specs=split, out_specs=PartitionSpec(), check_vma=False)
+        traced = jax.jit(whole).trace(jnp.ones((8, 8)))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert ("@LayoutConstraint" in text) == (dim > 0)
