@@ -8,14 +8,16 @@ saves. Two batch sizes are traced on one device; what grows with the batch is an
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters.partial_eval import dce_jaxpr
 
-from moelib.core import jaxpr
+from moelib.core import jaxpr, tree
 from moelib.core.config_text import sub_configs
 from moelib.core.param import is_spec
 from moelib.core.tree import Batch, Nested
@@ -79,6 +81,7 @@ def read_saved(
     cfg: Any,
     specs: Any,
     *,
+    is_trained: Callable[[str], bool],
     num_recomputed: int,
     num_experts_per_token: int = 0,
     num_slotted_experts: int = 0,
@@ -88,6 +91,7 @@ def read_saved(
     Args:
         cfg: A `SpmdTrainer.Config`.
         specs: ParameterSpecs of its model.
+        is_trained: Whether the parameter at a path has a gradient.
         num_recomputed: Number of first layers and of blocks, each recomputed as a whole.
         num_experts_per_token: Experts per token; 0 without experts.
         num_slotted_experts: Experts with a fixed capacity per sequence; 0 without such.
@@ -99,7 +103,7 @@ def read_saved(
         num_slotted_experts=num_slotted_experts,
     )
     loss = _loss(with_remat(cfg.model, None))
-    none = _residuals(loss, params, measure)
+    none = _residuals(loss, params, is_trained, measure)
     named: dict[str, Saved] = collections.defaultdict(Saved)
     dots = no_batch_dots = Saved()
     traces = (jax.make_jaxpr(loss)(params, batch) for batch in _batches())
@@ -127,7 +131,7 @@ def read_saved(
     jax.eval_shape(_loss(cfg.model), params, _batches()[0])
     own = _own_from_names(cfg.model, saved, named)
     if own is None:
-        own = _residuals(_loss(cfg.model), params, measure)
+        own = _residuals(_loss(cfg.model), params, is_trained, measure)
     return saved | {OWN: own}
 
 
@@ -148,11 +152,26 @@ def _batches() -> list[Batch]:
     return [dict.fromkeys(TOKEN_ARRAYS, shape) for shape in shapes]
 
 
-def _residuals(loss: Callable[..., jax.Array], params: Nested, measure: Measure) -> Saved:
-    """Returns the activations that a loss saves for its gradient."""
-    backward = lambda params, batch: jax.vjp(lambda p: loss(p, batch), params)[1]
-    residuals = (jax.tree.leaves(jax.eval_shape(backward, params, batch)) for batch in _batches())
-    return sum((measure(*pair) for pair in zip(*residuals, strict=True)), Saved())
+def _residuals(
+    loss: Callable[..., jax.Array],
+    params: Nested,
+    is_trained: Callable[[str], bool],
+    measure: Measure,
+) -> Saved:
+    """Returns the activations that a loss saves for the gradients of its trained parameters."""
+    trained, fixed = tree.split(params, is_trained)
+    of_trained = lambda fixed, batch, p: loss(tree.merge(fixed, p), batch)
+    forward = lambda p, *rest: jax.vjp(functools.partial(of_trained, *rest), p)[1]
+    found = []
+    for batch in _batches():
+        backward = jax.eval_shape(forward, trained, fixed, batch)
+        residuals = jax.tree.leaves(backward)
+        if jax.tree.leaves(fixed):  # Kernels save what only gradients of weights need, too.
+            traced = jax.make_jaxpr(lambda backward: backward(jnp.float32(1)))(backward).jaxpr
+            _, is_needed = dce_jaxpr(traced, [True] * len(traced.outvars))
+            residuals = [*itertools.compress(residuals, is_needed)]
+        found.append(residuals)
+    return sum((measure(*pair) for pair in zip(*found, strict=True)), Saved())
 
 
 def remats(model: Any) -> list[Any]:

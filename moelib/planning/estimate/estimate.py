@@ -361,7 +361,7 @@ class OnMesh:
         if self._writes_scores:
             times = _SCORES_FORWARD * (passes - 1) + _SCORES_BACKWARD
             scores = 4 * times * tokens * work.attention_flops / (4 * work.head_dim)
-        gathered = 7 * placement.gathered_bytes * micro
+        gathered = (5 * placement.gathered_bytes + 2 * placement.gathered_trained) * micro
         glue = rows * work.dim * work.compute_itemsize
         return state + gathered + activations + glue + loss + scores
 

@@ -70,7 +70,10 @@ class Placement:
         self.optimizer = sum(self.held(x) * x.itemsize for x in self.work.optimizer)
         self.trained_elements = sum(held[leaf] for leaf in trained)
         self.gathered_bytes = sum(n * leaf.compute_itemsize for leaf, n in whole.items())
-        self._gathered_decoder = sum(whole[leaf] * leaf.compute_itemsize for leaf in decoder)
+        self.gathered_trained = sum(whole[leaf] * leaf.compute_itemsize for leaf in trained)
+        of_layers = {leaf: whole[leaf] * leaf.compute_itemsize for leaf in decoder}
+        self._gathered_decoder = sum(of_layers.values())
+        self._trained_decoder = sum(n for leaf, n in of_layers.items() if leaf.trained)
         # Without recomputation weights are saved in the dtype of the computation, and gathered
         # weights of experts too.
         self._saved_weights = sum(
@@ -180,7 +183,9 @@ class Placement:
             + largest / pipeline.rows * weights,
             "gradients": 0.0 if scheduled else gradients,
             # Gathered weights of a block, gradients of those of a layer, and what the block saves.
-            "block": (1 + 1 / work.block_size) * in_blocks * self._gathered_decoder / pipeline.rows
+            "block": in_blocks
+            * (self._gathered_decoder + self._trained_decoder / work.block_size)
+            / pipeline.rows
             + unrouted,
             "dispatch": routed,
             "logits": self._logits(tokens),
@@ -243,12 +248,18 @@ class Placement:
         """Returns the bytes of a chunk's logits in float32, of the head, and of both gradients.
 
         Several chunks add up the head's gradient in float32; of a single chunk, the head makes room
-        for its gradient, as logits do for theirs if it is in float32 too.
+        for its gradient, as logits do for theirs if it is in float32 too. A frozen head has none.
         """
         chunk, itemsize = self._chunk(tokens), self.work.compute_itemsize
-        head = itemsize + 4 if chunk < tokens else itemsize
+        head = itemsize + 4 if chunk < tokens and self._trains_head else itemsize
         logits = 4 if itemsize == 4 else 4 + itemsize
         return self._vocab * (self.work.dim * head + chunk * logits)
+
+    @functools.cached_property
+    def _trains_head(self) -> bool:
+        """Whether the head has a gradient: a matrix of the vocabulary that is no lookup table."""
+        matrices = (x for x in self.work.parameters if {*x.axes} == {"embed", "vocab"})
+        return any(x.trained for x in matrices if not self.is_lookup_table(x))
 
     @property
     def _vocab(self) -> int:
@@ -269,7 +280,8 @@ class Placement:
         written and read.
         """
         chunks, itemsize = math.ceil(tokens / self._chunk(tokens)), self.work.compute_itemsize
-        head = chunks * (2 * itemsize + (8 if chunks > 1 else itemsize))
+        gradient = (8 if chunks > 1 else itemsize) if self._trains_head else 0
+        head = chunks * (2 * itemsize + gradient)
         return self._vocab * (head * self.work.dim + 6 * 4 * tokens)
 
 

@@ -15,6 +15,7 @@ from moelib.core.config_text import sub_configs
 from moelib.core.errors import UserError
 from moelib.core.param import ParameterSpec, is_spec, specs_by_path
 from moelib.core.precision import compute_dtype, gradient_dtype
+from moelib.layers.adapter import adapter_names
 from moelib.layers.exchange import Exchange
 from moelib.layers.moe.dispatch_ragged import RingDispatcher
 from moelib.layers.quantization import Quantization
@@ -115,6 +116,8 @@ class Workload:
     float8_flops: float  # Those of `forward_flops` in dots of 8-bit floats, where there are units.
     untrained_float8_flops: float  # Those of `float8_flops` of matrices without a gradient.
     pipeline_refusal: str  # Why its layers cannot be spread over a pipeline; "" if they can.
+    # Per token, of products of routed rows with A B of a layer's adapters, until they are added.
+    adapted_bytes: float
     own_remat: str  # The named remat that recomputes as much as the config's own, or nearly.
     saved: Mapping[str, Saved]  # Saved activations of the model, by remat.
 
@@ -130,8 +133,9 @@ class Workload:
 
     @functools.cached_property
     def block(self) -> Saved:
-        """Saved activations of a block without remat, if all layers save as much."""
-        return self.saved[NONE].times(self.block_size / self.num_layers)
+        """Activations of a block without remat, if all layers save as much."""
+        saved = self.saved[NONE].times(self.block_size / self.num_layers)
+        return saved + Saved(routed=self.adapted_bytes)
 
     @property
     def num_inner_experts(self) -> int:
@@ -220,6 +224,7 @@ def read_workload(cfg: Any) -> Workload:
     saved = read_saved(
         cfg,
         specs.model,
+        is_trained=trainer.learner.is_updated,
         num_recomputed=num_layers - (block_size - 1) * num_blocks,
         num_experts_per_token=moe.num_experts_per_token if moe else 0,
         num_slotted_experts=moe.num_experts if moe and moe.capacity_factor is not None else 0,
@@ -250,6 +255,7 @@ def read_workload(cfg: Any) -> Workload:
         ),
         routed_flops=0.0 if moe is None else _routed_flops(parameters, moe),
         pipeline_refusal=refusal,
+        adapted_bytes=_adapted_bytes(specs.model, cfg.train_dtype, moe),
         own_remat=remat_name(cfg.model) or nearest_remat(saved),
         saved=saved,
     )
@@ -336,6 +342,21 @@ def _float8_flops(specs: Any, chosen: Callable[[str], bool]) -> float:
         and "experts" not in spec.axes
         and chosen(path)
     )
+
+
+def _adapted_bytes(specs: Any, train_dtype: str | None, moe: Moe | None) -> float:
+    """Returns the bytes per token of the products x A B with adapters of a layer's experts."""
+    if moe is None:
+        return 0.0
+    of_b = adapter_names("")[1]
+    outputs = sum(
+        spec.size / spec.shape[spec.fan_axes.in_axis[0]]  # Of all layers and experts.
+        for path, spec in specs_by_path(specs).items()
+        if path.endswith(of_b) and "experts" in spec.axes and spec.fan_axes
+    )
+    itemsize = jnp.dtype(train_dtype or "float32").itemsize
+    rows = moe.num_experts_per_token / (moe.num_experts * moe.num_layers)
+    return rows * outputs * itemsize
 
 
 def _routed_flops(leaves: tuple[Leaf, ...], moe: Moe) -> float:

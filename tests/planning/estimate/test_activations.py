@@ -1,5 +1,7 @@
 """Activations saved for the backward pass, compared with the shapes of layers."""
 
+import re
+
 import jax
 import pytest
 
@@ -38,16 +40,23 @@ def cfg():
     return _dense()
 
 
-def _read(cfg):
+def _read(cfg, is_trained=lambda path: True):
     model = cfg.model.clone(name="model").instantiate(parent=None)
     specs = model.create_parameter_specs_recursively()
-    return read_saved(cfg, specs, num_recomputed=LAYERS)
+    return read_saved(cfg, specs, is_trained=is_trained, num_recomputed=LAYERS)
 
 
 @pytest.fixture(scope="module")
 def dense():
     """What the dense model saves."""
     return _read(_dense())
+
+
+def test_frozen_matrices_save_no_inputs(cfg, dense):
+    """Gradients of inputs need the matrices alone; those of the activation need its inputs."""
+    of_others = lambda path: not re.search(r"feed_forward/(up|down)$", path)
+    saved = _read(cfg, of_others)
+    assert dense[NONE].split - saved[NONE].split == 2 * LAYERS * (DIM + HIDDEN)
 
 
 def test_full_recomputation_saves_the_input_of_each_block_and_dots_the_results_of_matmuls(dense):

@@ -32,6 +32,7 @@ from moelib.planning.estimate.estimate import (
 from moelib.planning.estimate.links import Links
 from moelib.planning.estimate.memory import Placement, at_peak
 from moelib.planning.estimate.pipeline import pipeline_of
+from moelib.planning.estimate.sweep import sweep
 from moelib.planning.estimate.transfers import (
     is_windowed,
     token_transfers,
@@ -296,6 +297,26 @@ def test_a_dense_step_on_four_tpus_is_near_the_compiled_one():
     compiled = {"all-gather": 2218.1, "reduce-scatter": 250.5, "collective-permute": 3440.0}
     for kind, size in compiled.items():
         assert found.collectives[kind] / MIB == pytest.approx(size, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("targets", "topology", "compiled"),
+    [
+        (".*self_attention", "v6e:2x4", 6.7),
+        (".*self_attention", "h100:1x8", 6.6),
+        (".*", "v6e:2x4", 10.7),
+        (".*", "h100:1x8", 8.9),
+    ],
+)
+def test_a_step_of_adapters_is_near_the_compiled_one(targets, topology, compiled):
+    """Frozen weights have no gradients; experts add products of rows with those of adapters."""
+    cfg = add_adapters(open_models.named_trainer_configs()["olmoe-1b-7b"](), targets)
+    cfg.model.dtype = cfg.train_dtype = "bfloat16"
+    cfg.input.global_batch_size = 32
+    cfg.mesh_shape = mesh_shape_from_axes(fsdp=4, expert=2)
+    found = sweep(cfg, [topology], current_mesh=True).rows[0]
+    assert found.bytes_held / GIB == pytest.approx(compiled, rel=0.15)
 
 
 @pytest.mark.slow
