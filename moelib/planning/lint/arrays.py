@@ -86,13 +86,18 @@ def _has_own_batch(step: Step, sizes: list[int]) -> bool:
 def _is_state(step: Step, real: list[int]) -> bool:
     """Returns whether sizes above 1 are those of an array of the state, or of its shard.
 
-    Some arrays are stacked along a first dimension of layers, which is not split.
+    Some arrays are stacked along a first dimension of layers, which is not split, and computed with
+    slice by slice. Gathers give the pieces of a dimension one of their own.
     """
+    pairs = ((real[:i], real[i : i + 2], real[i + 2 :]) for i in range(len(real) - 1))
+    forms = [real, *([*left, math.prod(pair), *right] for left, pair, right in pairs)]
     for each in step.facts.state:
         whole = [size for size in each.shape if size > 1]
-        if each.axes[:1] == ("layers",) and each.shape[0] not in (1, real[0]):
-            continue
-        if is_shard(real, whole, step.facts.mesh):
+        is_stacked = each.axes[:1] == ("layers",) and each.shape[0] > 1
+        parts = [whole[1:]] if is_stacked else []
+        if not is_stacked or each.shape[0] == real[0]:
+            parts.append(whole)
+        if any(is_shard(form, part, step.facts.mesh) for form in forms for part in parts):
             return True
     return False
 

@@ -66,6 +66,8 @@ KERNEL = (
     'metadata={op_name="ragged_dot_general"}'
 )
 STACKED = StateArray("w", (16, 1024, 4096), ("layers", "embed", "ffn"), MIB, True, True)
+OF_LAYERS = StateArray("w", (3, 16, 1024, 4096), ("layers", "experts", "expert_ffn", "embed"), MIB,
+    True, True)  # fmt: skip
 LAYERS = StateArray("model/w", (4, 2048, 8, 4, 128), (
     "layers", "embed", None, "kv_heads", "head_dim"), MIB, True, True)  # fmt: skip
 FOUR = {"batch_size": 4, "seq_len": 4096, "platform": "cpu"} | _state(LAYERS)
@@ -102,6 +104,10 @@ FOUR = {"batch_size": 4, "seq_len": 4096, "platform": "cpu"} | _state(LAYERS)
         ("%x = f32[16,512,4096]{2,1,0} add(%a, %a)", _state(STACKED), None),
         ("%x = f32[16,1024,4096]{2,1,0} add(%a, %a)", {}, "unsplit activation"),
         ("%x = f32[16,512,4096]{2,1,0} add(%a, %a)", {}, "unsplit activation"),
+        # Those of 16 experts of a layer, gathered, and in pieces.
+        ("%x = bf16[16,1024,4096]{2,1,0} add(%a, %a)", _state(OF_LAYERS), None),
+        ("%x = bf16[16,1024,2,2048]{3,2,1,0} add(%a, %a)", _state(OF_LAYERS), None),
+        ("%x = bf16[16,2048,4096]{2,1,0} add(%a, %a)", _state(OF_LAYERS), "unsplit activation"),
         # Layers and heads as many as the devices.
         ("%x = bf16[4,1,4096,2048]{3,2,1,0} add(%a, %a)", FOUR, None),  # The residual stream.
         ("%x = f32[1,4,8,128,4096]{4,3,2,1,0} add(%a, %a)", FOUR, None),  # Key heads, transposed.
