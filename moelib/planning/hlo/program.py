@@ -62,6 +62,8 @@ class Instruction:
     @property
     def is_async_start(self) -> bool:
         """True for the start of asynchronous work; a GPU's start may be marked synchronous."""
+        if self.opcode == "recv":
+            return True
         return self.opcode.endswith("-start") and '"is_sync":true' not in self.attributes
 
     @property

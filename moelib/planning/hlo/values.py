@@ -101,12 +101,44 @@ def result_shape(instruction: Instruction, *, layouts: bool = False) -> str:
     """
     elements = tuple_elements(instruction.shape, layouts=layouts)
     only_results = instruction.opcode == "all-reduce-start" and not elements[0].startswith("(")
+    if instruction.opcode == "recv":
+        return elements[0]
     if not instruction.opcode.endswith("-start") or only_results:
         return instruction.shape
     return elements[1] if len(elements) > 1 else instruction.shape
 
 
-# -- Groups of devices ---------------------------------------------------------------------------
+# -- Collectives ---------------------------------------------------------------------------------
+
+# A collective between slices of TPUs is a `send` and a `recv`, which has the result; hosts do it.
+_BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_FIRST_GROUP = re.compile(r"_xla_megascale_target=\W*([\d,>-]+)")
+
+
+def collective_kind(instruction: Instruction) -> str:
+    """Returns the kind of the collective that an instruction is or starts; "" for others."""
+    kind = instruction.opcode.removesuffix("-start")
+    found = _BETWEEN_SLICES.search(instruction.attributes) if kind == "recv" else None
+    if found is None:
+        return kind if kind in COLLECTIVES else ""
+    kind = found.group(1).lower().replace("_", "-")
+    return kind if kind in COLLECTIVES else "collective-permute"  # Called one-to-one there.
+
+
+def group_of(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
+    """Returns the mesh axes of a collective, and its devices per group.
+
+    Between slices of TPUs they are ("network",) and the number of slices: XLA writes ids of devices
+    for their hosts there, not indices in the mesh.
+    """
+    if instruction.opcode == "recv":
+        found = _FIRST_GROUP.search(instruction.attributes)
+        ids = map(int, re.findall(r"\d+", found.group(1) if found else ""))
+        # Ids of slices; or of devices, which begin with that of the slice.
+        return ("network",), len({each // 100_000 or each for each in ids})
+    groups = device_groups(instruction) or [range(math.prod(mesh.values()))]
+    return axes_of_groups(groups, mesh), len(groups[0])
+
 
 _MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\]([^{]*)\{([^}]*)\}")
 _MESH_AXIS = re.compile(r"'([^']*)'=(\d+)")

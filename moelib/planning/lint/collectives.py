@@ -81,7 +81,7 @@ def exposed_waits(
             f"{100 * share:.0f}% of the played step waits for it: it {begins}, or its links carry "
             "more than the step computes meanwhile; send less over these axes, or enlarge the "
             "batch of a device.",
-            locations=tuple(source.split(" < ")),
+            locations=tuple(source.split(" < ")) if source else (),
             count=len(rows),
         )
 
@@ -90,8 +90,7 @@ def _large(step: Step, wanted: str) -> Iterator[tuple[Computation, Instruction, 
     """Yields (computation, instruction, mesh axes) of the large collectives of a kind."""
     for kind, computation, each in collective_instructions(step.program):
         if kind == wanted and result_bytes(each) >= step.thresholds.collective:
-            axes = values.axes_of_groups(values.device_groups(each), step.facts.mesh)
-            yield computation, each, axes
+            yield computation, each, values.group_of(each, step.facts.mesh)[0]
 
 
 def _gathered_dimension(instruction: Instruction) -> int:

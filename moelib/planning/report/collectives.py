@@ -1,7 +1,6 @@
 """The collectives of a compiled step, by mesh axes."""
 
 import collections
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,8 +13,7 @@ from moelib.planning.report.step_report import SMALL_BYTES, Collective
 def collective_instructions(program: Program) -> Iterator[tuple[str, Computation, Instruction]]:
     """Yields (kind, computation, instruction) of each executed collective."""
     for computation, each in program.instructions():
-        kind = each.opcode.removesuffix("-start")
-        if kind in COLLECTIVES and computation.executions:
+        if (kind := values.collective_kind(each)) and computation.executions:
             yield kind, computation, each
 
 
@@ -28,10 +26,9 @@ def collectives_by_axes(program: Program, mesh: Mapping[str, int]) -> list[Colle
     """Returns the collectives by kind and mesh axes, in the order of kinds and bytes."""
     rows: dict[tuple[Any, ...], dict[str, float]] = {}
     for kind, computation, each in collective_instructions(program):
-        groups = values.device_groups(each) or [list(range(math.prod(mesh.values())))]
         size, overlaps = result_bytes(each), computation.asynchronous or each.is_async_start
         small = size <= SMALL_BYTES
-        key = kind, values.axes_of_groups(groups, mesh), len(groups[0])
+        key = kind, *values.group_of(each, mesh)
         row = rows.setdefault(key, collections.defaultdict(float))
         row["count"] += 1
         row["asynchronous"] += overlaps

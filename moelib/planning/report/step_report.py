@@ -17,7 +17,7 @@ class Collective:
     """All collectives of one kind along the same mesh axes."""
 
     kind: str  # Such as "all-gather".
-    axes: Sequence[str]  # Mesh axes along which the devices of a group differ.
+    axes: Sequence[str]  # Mesh axes along which the devices of a group differ, or "network".
     group_size: int  # Devices per group.
     count: int = 0  # Number in the program.
     # Those that the program starts and awaits apart; what is computed between may be nothing.

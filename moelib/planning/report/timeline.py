@@ -19,6 +19,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from moelib.parallel.auto_sharding.choice import sent_bytes
 from moelib.planning.estimate.links import Links, Traffic
 from moelib.planning.hlo import values
 from moelib.planning.hlo.program import Computation, Instruction, Program
@@ -244,7 +245,7 @@ class _Player:
 
     def _collective(self, each: Instruction) -> Instruction | None:
         """Returns the collective that an instruction is or starts."""
-        if each.opcode.removesuffix("-start") in values.COLLECTIVES:
+        if values.collective_kind(each):
             return each
         called = (name for _, name in each.calls) if each.opcode.endswith("-start") else ()
         inside = (
@@ -256,15 +257,15 @@ class _Player:
         return next((found for one in inside if (found := self._collective(one))), None)
 
     def _sent(self, computation: Computation, each: Instruction, sent: Instruction) -> _Sent:
-        axes = values.axes_of_groups(values.device_groups(sent), self._mesh)
-        traffic = self._traffic(sent, axes)
+        axes, num = values.group_of(sent, self._mesh)
+        traffic, between_slices = self._traffic(sent, axes, num), sent.opcode == "recv"
         lines = self._source_map.lines(each) or self._source_map.lines(sent)
         has_queue = axes and result_bytes(sent) > _NO_QUEUE_BYTES
         return _Sent(
             traffic.links_seconds + traffic.network_seconds + _LATENCY_SECONDS,
-            self._links.used(axes) if has_queue else (),
+            (axes if between_slices else self._links.used(axes)) if has_queue else (),
             Wait(
-                sent.opcode.removesuffix("-start"),
+                values.collective_kind(sent),
                 phase(each.op_name or sent.op_name),
                 axes,
                 " < ".join(lines[:2]) or each.op_name,
@@ -272,15 +273,17 @@ class _Player:
             ),
         )
 
-    def _traffic(self, sent: Instruction, axes: tuple[str, ...]) -> Traffic:
+    def _traffic(self, sent: Instruction, axes: tuple[str, ...], num: int) -> Traffic:
         if not axes:
             return Traffic()
-        kind, size = sent.opcode.removesuffix("-start"), float(result_bytes(sent))
+        kind, size = values.collective_kind(sent), float(result_bytes(sent))
+        if sent.opcode == "recv":
+            size = sent_bytes(kind, size, num)
+            return Traffic(0.0, size, 0.0, size / self._chip.network_bytes_per_second)
         if kind == "all-gather":
             return self._links.all_gather(axes, size)
         if kind == "reduce-scatter":
-            groups = values.device_groups(sent)
-            return self._links.all_gather(axes, size * len(groups[0]))
+            return self._links.all_gather(axes, size * num)
         if kind == "all-reduce":
             return self._links.all_reduce(axes, size)
         if kind in ("all-to-all", "ragged-all-to-all"):

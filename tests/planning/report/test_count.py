@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from moelib.kernels.gmm import gmm
-from moelib.parallel.mesh import create_device_mesh, mesh_shape_from_axes
+from moelib.parallel.mesh import HybridMeshShape, create_device_mesh, mesh_shape_from_axes
 from moelib.planning.compiled.compile_step import no_compilation_cache
 from moelib.planning.hardware.topologies import topology
 from moelib.planning.hlo.program import parse
@@ -96,6 +96,27 @@ def test_over_the_whole_torus_weights_are_gathered_and_gradients_scattered(name)
     found = count(compiled, parse(compiled.as_text()), mesh.shape)["collectives"]
     kinds = {each.kind: (each.executions, each.count - each.asynchronous) for each in found}
     assert kinds == {"all-gather": (2 * L, 0), "reduce-scatter": (L, 0)}
+
+
+def test_what_slices_exchange_is_counted():
+    pytest.importorskip("libtpu")
+    where = topology("2*v6e:1x2")
+    hybrid = HybridMeshShape((1, 2), (2, 1))
+    mesh = create_device_mesh(hybrid, ("data", "fsdp"), where.devices)
+    sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    x = jax.ShapeDtypeStruct((4 * B, D), jnp.float32, sharding=sharding)
+    gather = jax.shard_map(
+        lambda x: jax.lax.all_gather(x, "data", tiled=True),
+        mesh=mesh,
+        in_specs=PartitionSpec(("data", "fsdp")),
+        out_specs=PartitionSpec("fsdp"),
+        check_vma=False,
+    )
+    with no_compilation_cache():
+        compiled = jax.jit(gather).lower(x).compile()
+    (sent,) = count(compiled, parse(compiled.as_text()), mesh.shape)["collectives"]
+    assert (sent.kind, sent.axes, sent.group_size) == ("all-gather", ("network",), 2)
+    assert (sent.executions, sent.bytes) == (1, 2 * B * D * 4)
 
 
 def test_a_loop_counts_each_time_and_a_scalars_reduction_is_told_apart(layers):

@@ -87,6 +87,22 @@ def test_a_collective_of_a_sparse_core_begins_with_its_data():
     assert _play(lines, other).seconds == pytest.approx(2 * SENT, rel=1e-3)
 
 
+def test_a_transfer_between_slices_takes_the_network_of_a_device():
+    ends = '_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"'
+    shape = "(f32[262144]{0}, u32[], token[])"
+    lines = [
+        "  %t = token[] after-all()",
+        f"  %s = {shape} send(%p, %t), frontend_attributes={{{ends}}}",
+        f"  %r = {shape} recv(%t), frontend_attributes={{{ends}}}",
+        "  %e = token[] send-done(%s)",
+        "  %d = (f32[262144]{0}, token[]) recv-done(%r)",
+    ]
+    found = _play(lines)
+    # Two slices each send half of 2^20 bytes twice, at the 12.5 GB/s of a v6e.
+    assert found.seconds == pytest.approx(2**20 / 12.5e9 + 1e-6, rel=1e-3)
+    assert found.busy == {"network": pytest.approx(2**20 / 12.5e9 + 1e-6, rel=1e-3)}
+
+
 def _loop(lines, times):
     body = "\n".join(lines)
     return (
