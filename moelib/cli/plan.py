@@ -107,12 +107,20 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
     columns = [column for path in flags.compare for column in read_columns(path)]
     cfg = flags.load()
     parts = phases.each(cfg)
+    if len(parts) > 1:
+        phases.check_ends(cfg)
     plans = {}
     for name, of_phase in parts.items():
+        own = flags
         if len(parts) > 1:
             print(f"\n{phases.steps_text(of_phase)}")
-        dump = flags.dump and os.path.join(flags.dump, *([name] if len(parts) > 1 else []))
-        plans[name] = _plan(dataclasses.replace(flags, dump=dump), of_phase, columns)
+            share = phases.num_tokens(of_phase) / sum(map(phases.num_tokens, parts.values()))
+            own = dataclasses.replace(
+                flags,
+                dump=flags.dump and os.path.join(flags.dump, name),
+                tokens=flags.tokens and flags.tokens * share,
+            )
+        plans[name] = _plan(own, of_phase, columns)
     if flags.json:
         found = {name: plan.to_json(flags.rows) for name, plan in plans.items()}
         write_json(flags.json, found if len(parts) > 1 else next(iter(found.values())), indent=1)

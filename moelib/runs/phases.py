@@ -113,6 +113,12 @@ def steps_text(cfg: Any) -> str:
     return f"{cfg.phase or FIRST}: steps {first_step(cfg)} to {last_step(cfg)}"
 
 
+def num_tokens(cfg: Any) -> int:
+    """Returns the tokens of the phase that a config names, with padding."""
+    steps = last_step(cfg) - first_step(cfg) + 1
+    return steps * cfg.input.global_batch_size * cfg.input.seq_len
+
+
 def begins_after(cfg: Any, step: int) -> bool:
     """Returns whether the phase that a config names begins after this step."""
     return cfg.phase is not None and first_step(cfg) == step + 1

@@ -58,12 +58,16 @@ def test_a_sweep_is_printed_and_written(command, capsys):
 def test_each_phase_of_a_run_is_planned(command, capsys):
     sets = ("=moelib.runs.phases:Phase", ".after_step=1", ".changes={'input.seq_len': 32}")
     phase = [f"--set=phases.long{text}" for text in sets]
-    command(*TINY, WHERE, "--rows=1", "--json=plan.json", *phase)
+    command(*TINY, WHERE, "--rows=1", "--json=plan.json", "--tokens=3e15", *phase)
     out = capsys.readouterr().out
     assert "the first phase: steps 1 to 1\n" in out
     assert "long: steps 2 to 2\n" in out
     plans = json.loads(pathlib.Path("plan.json").read_text())
     assert [*plans] == ["the first phase", "long"]
+    # A step of sequences of 16 tokens, then one of 32.
+    for plan_of_phase, billions in zip(plans.values(), (1e6, 2e6), strict=True):
+        dollars = [x * billions for x in plan_of_phase["rows"][0]["dollars_per_billion_tokens"]]
+        assert "{:,.0f} to {:,.0f}".format(*dollars) in out
     one, other = (plan["rows"][0]["tokens_per_second"] for plan in plans.values())
     command(*TINY, WHERE, "--rows=1", "--json=plan.json", *phase, "--set=phase=long")
     alone = json.loads(pathlib.Path("plan.json").read_text())
@@ -155,6 +159,15 @@ def test_a_topology_that_cannot_run_the_config_is_named(command, capsys):
         ((*TINY, WHERE, "--current_mesh", "--set=mesh_shape=(1, 3, 1, 2, 1, 1)"), "6 devices"),
         ((*TINY, WHERE, "--current_mesh", "--set=input.global_batch_size=6"), "by 4"),
         ((*TINY, "--topology=v6e:2x2,v6e:2x1", "--mesh=fsdp=3"), "fsdp=3.* 4;.* 2;"),
+        (
+            (
+                *TINY,
+                WHERE,
+                "--set=phases.late=moelib.runs.phases:Phase",
+                "--set=phases.late.after_step=5",
+            ),
+            "after_step is 5.*max_step=2",
+        ),
         ((*TINY, WHERE, '--set=sharding_rules={"fnn": ("model",)}'), "'ffn'"),
     ],
 )
