@@ -5,6 +5,7 @@ A crash of the compiler then ends nothing else, and each process compiles for on
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import signal
@@ -32,8 +33,8 @@ class CompileOptions:
     dump_dir: str | None = None  # Folder for the step at each stage.
 
     def __post_init__(self) -> None:
-        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
-            raise UserError(f"timeout_seconds={self.timeout_seconds}: set a time above 0.")
+        if self.timeout_seconds is not None and not 0 < self.timeout_seconds < math.inf:
+            raise UserError(f"timeout_seconds={self.timeout_seconds}: set a finite time above 0.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -123,26 +123,32 @@ def read_columns(path: str) -> list[Column]:
     try:
         with open(path, encoding="utf-8") as file:
             values = parse_json(file.read())
-        reports = values.get("compiled") or [values]
+        plans = [
+            each for each in (values, *values.values()) if isinstance(each, dict)
+        ]  # Of phases.
+        reports = [each for plan in plans for each in plan.get("compiled", ())] or [values]
         if all("figures" in each for each in reports):
             columns = [Column(each["name"], each["figures"]) for each in reports]
         else:
             columns = [Column(values.pop("name", os.path.basename(path)), values)]
             if "aim" in values:
                 columns.append(Column("aim", values.pop("aim")))
-        _check_keys(key for column in columns for key in column.figures)
+        _check([item for column in columns for item in column.figures.items()])
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise UsageError(
-            f"--compare {path}: {error}; give a file of --json, or a JSON object of figures."
+            f"--compare {path}: {error}; give a file of --json with a compiled step, or a JSON object "
+            "of figures."
         ) from None
     return columns
 
 
-def _check_keys(keys: Iterable[str]) -> None:
+def _check(figures: Iterable[tuple[str, Any]]) -> None:
     known = [figure.key for section in SECTIONS for figure in section]
-    for key in keys:
+    for key, value in figures:
         if key not in known:
             raise ValueError(f"unknown figure {key!r}; {did_you_mean(key, known)}")
+        if not isinstance(value, int | float | str | None):
+            raise ValueError(f"{key!r} is {value!r}, neither a number nor a text")
 
 
 def figures_table(

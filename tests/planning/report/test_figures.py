@@ -18,6 +18,9 @@ def test_a_file_of_reports_or_of_figures_becomes_columns(tmp_path):
     for values in ({"compiled": [report.to_json()]}, report.to_json()):
         path.write_text(json.dumps(values))
         assert read_columns(str(path)) == [("x", report.figures)]
+    of_phases = {name: {"rows": [], "compiled": [report.to_json()]} for name in ("first", "long")}
+    path.write_text(json.dumps(of_phases))
+    assert read_columns(str(path)) == [("x", report.figures)] * 2
     maxtext, aim = read_columns(str(MAXTEXT))
     assert (maxtext.name, aim.name) == ("MaxText", "aim")
     rows = {row[0]: row[1:] for row in figures_table(report, [maxtext, aim]).rows if row}
@@ -27,7 +30,13 @@ def test_a_file_of_reports_or_of_figures_becomes_columns(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [('{"memory.peek": 1}', r"'memory.peak'"), ("[]", "figures.json"), ("{", "--json")],
+    [
+        ('{"memory.peek": 1}', r"'memory.peak'"),
+        ('{"memory.peak": [1]}', r"'memory.peak' is \[1\]"),
+        ('{"rows": [], "compiled": [], "failures": []}', "with a compiled step"),
+        ("[]", "figures.json"),
+        ("{", "--json"),
+    ],
 )
 def test_other_files_are_refused(tmp_path, text, message):
     (tmp_path / "figures.json").write_text(text)
