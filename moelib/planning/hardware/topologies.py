@@ -174,7 +174,7 @@ def _describe_gpu(
         )
     hosts, gpus = shape
     domain = accelerator.devices_per_domain or most
-    hosts_per_slice = 1 if domain <= most else min(hosts, domain // gpus)
+    hosts_per_slice = 1 if domain <= most else min(hosts, domain // most)
     if hosts % hosts_per_slice:
         raise UserError(
             f"topology {name!r}: {hosts} hosts are not whole NVLink domains of {hosts_per_slice}; "

@@ -69,6 +69,7 @@ def test_impossible_names_are_refused(name, message):
         ("h200:1x4", 1, 4),
         ("gb200:2x4", 1, 8),  # NVLink joins a rack of 18 hosts.
         ("gb200:36x4", 2, 72),
+        ("gb200:36x2", 2, 36),
     ],
 )
 def test_a_name_gives_the_number_of_devices_and_slices(name, num_slices, devices_per_slice):
