@@ -8,7 +8,7 @@ from moelib.layers.moe.dispatch_ragged import RingDispatcher
 from moelib.planning.hlo import values
 from moelib.planning.hlo.program import Computation, Instruction
 from moelib.planning.lint.facts import Step, is_shard
-from moelib.planning.report.collectives import collective_instructions, result_bytes
+from moelib.planning.report.collectives import collective_instructions
 from moelib.planning.report.step_report import Finding, Row
 
 
@@ -19,21 +19,21 @@ def gathers_over_experts(step: Step) -> Iterator[Finding]:
     """
     if step.facts.mesh.get("expert", 1) == 1 or not step.facts.num_experts:
         return
-    for computation, each, axes in _large(step, "all-gather"):
+    for computation, each, axes, shape in _large(step, "all-gather"):
         if "expert" not in axes:
             continue
-        sizes, dimension = values.dimensions(values.result_shape(each)), _gathered_dimension(each)
+        sizes, dimension = values.dimensions(shape), _gathered_dimension(each)
         if _is_weight(step, sizes, experts=True):
             if dimension < len(sizes) and sizes[dimension] in step.facts.num_experts:
                 yield step.finding(
-                    "all-gather for all-to-all", "warning", computation, each,
+                    "all-gather for all-to-all", "warning", computation, each, shape=shape,
                     advice="weights of all experts are gathered on each device; use a dispatcher "
                     "that sends tokens to the experts by all-to-all.",
                 )  # fmt: skip
         elif not _is_weight(step, sizes) and _in_experts(step, each.op_name):
             severity = "hint" if _uses_ring(step, each.op_name) else "warning"
             yield step.finding(
-                "all-gather for all-to-all", severity, computation, each,
+                "all-gather for all-to-all", severity, computation, each, shape=shape,
                 advice="tokens of all devices are gathered, but each device needs only those of "
                 "its experts; a dispatcher that sends them by all-to-all moves fewer bytes.",
             )  # fmt: skip
@@ -45,14 +45,13 @@ def float32_gathers(step: Step) -> Iterator[Finding]:
     if dtype is None or dtype == "float32":
         return
     cast = {_layer_shape(a.shape, a.axes) for a in step.facts.parameters() if a.cast}
-    for computation, each, _ in _large(step, "all-gather"):
-        shape = values.result_shape(each).lstrip("(")
+    for computation, each, _, shape in _large(step, "all-gather"):
         if not shape.startswith("f32[") or step.config_path(each.op_name) == "learner":
             continue
         if tuple(size for size in values.dimensions(shape) if size > 1) in cast:
             yield step.finding(
                 "float32 gather of weights", "warning", computation, each,
-                path="train_dtype",
+                path="train_dtype", shape=shape,
                 advice=f"a weight is gathered in float32 and used in {dtype}: cast it first (in "
                 "the layer's own gather, or with a shard_map whose in_specs take split weights) to "
                 "halve the bytes.",
@@ -86,11 +85,17 @@ def exposed_waits(
         )
 
 
-def _large(step: Step, wanted: str) -> Iterator[tuple[Computation, Instruction, tuple[str, ...]]]:
-    """Yields (computation, instruction, mesh axes) of the large collectives of a kind."""
+def _large(
+    step: Step, wanted: str
+) -> Iterator[tuple[Computation, Instruction, tuple[str, ...], str]]:
+    """Yields (computation, instruction, mesh axes, shape) of the large results of a kind.
+
+    Compilers combine collectives into one with a result for each array.
+    """
     for kind, computation, each in collective_instructions(step.program):
-        if kind == wanted and result_bytes(each) >= step.thresholds.collective:
-            yield computation, each, values.group_of(each, step.facts.mesh)[0]
+        for shape in values.tuple_elements(values.result_shape(each)) if kind == wanted else ():
+            if values.shape_bytes(shape) >= step.thresholds.collective:
+                yield computation, each, values.group_of(each, step.facts.mesh)[0], shape
 
 
 def _gathered_dimension(instruction: Instruction) -> int:

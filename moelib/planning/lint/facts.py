@@ -132,13 +132,14 @@ class Step:
         advice: str,
         path: str | None = None,
         num_bytes: int | None = None,
+        shape: str | None = None,
     ) -> Finding:
         """Returns a finding about an instruction of a computation.
 
-        By default its config path is that of the module that made the instruction, and its bytes
-        are those of the result.
+        By default its config path is that of the module that made the instruction, its shape that
+        of the result, and its bytes those of the shape.
         """
-        shape = values.result_shape(instruction)
+        shape = shape or values.result_shape(instruction)
         return Finding(
             rule=rule,
             severity=severity,

@@ -77,6 +77,9 @@ FOUR = {"batch_size": 4, "seq_len": 4096, "platform": "cpu"} | _state(LAYERS)
     ("statement", "changes", "rule"),
     [
         (_gather("f32[1024,4096]{1,0}"), {}, "float32 gather of weights"),
+        # Of a combined gather.
+        (_gather("(s32[8]{0}, f32[1024,4096]{1,0})"), {}, "float32 gather of weights"),
+        (_gather("(f32[8]{0}, bf16[1024,4096]{1,0})"), {}, None),
         (_gather("bf16[1024,4096]{1,0}"), {}, None),
         (_gather("f32[1024,4000]{1,0}"), {}, None),  # No weight has this shape.
         (_gather("f32[1024,4096]{1,0}", where="jit(s)/learner/add"), {}, None),  # In float32.
