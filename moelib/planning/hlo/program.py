@@ -7,6 +7,8 @@ beyond the first, which balanced routing does not need, do not count. Of a condi
 branches only the costliest by the compiler's estimate counts (among equals, the one with the most
 instructions), unless their shares are known; executions are then fractions. A computation with
 several callers runs the sum of their executions.
+
+A TPU's fusion of an all-reduce and a slice of its result is a reduce-scatter.
 """
 
 import dataclasses
@@ -30,6 +32,7 @@ _TRIP_COUNT = re.compile(r'known_trip_count[\\"]*:\s*\{[\\"]*n[\\"]*:[\\"]*(\d+)
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _UNKNOWN_CYCLES = 2**60  # Estimates from here on stand for an unknown number.
+_REDUCE_SCATTER = "all-reduce-scatter"  # Computation of a TPU's fusion, which sends no more.
 Shares = Mapping[str, Sequence[float]]
 _BRANCHES = ("true_computation", "false_computation", "branch_computations")
 
@@ -155,6 +158,13 @@ def parse(text: str, shares: Shares | None = None) -> Program:
             computation.instructions[instruction.name] = instruction
     if not entry:
         raise ValueError("The text has no ENTRY computation; give the text of an HLO module.")
+    for name, computation in computations.items():
+        if name.startswith(_REDUCE_SCATTER):
+            for key, each in computation.instructions.items():
+                if each.opcode == "all-reduce":
+                    computation.instructions[key] = dataclasses.replace(
+                        each, opcode="reduce-scatter", shape=computation.root.shape
+                    )
     unknown, runs = _count_executions(computations, entry, shares or {})
     return Program(computations, entry, unknown, runs)
 

@@ -247,7 +247,8 @@ class _Player:
         """Returns the collective that an instruction is or starts."""
         if values.collective_kind(each):
             return each
-        called = (name for _, name in each.calls) if each.opcode.endswith("-start") else ()
+        is_fused = each.is_fusion and not each.cycles
+        called = (name for _, name in each.calls if is_fused or each.opcode.endswith("-start"))
         inside = (
             one
             for name in called

@@ -98,6 +98,28 @@ def test_over_the_whole_torus_weights_are_gathered_and_gradients_scattered(name)
     assert kinds == {"all-gather": (2 * L, 0), "reduce-scatter": (L, 0)}
 
 
+def test_a_fused_reduce_scatter_is_no_all_reduce():
+    pytest.importorskip("libtpu")
+    mesh = create_device_mesh((4,), ("fsdp",), topology("v5e:2x2").devices)
+    x = jax.ShapeDtypeStruct(
+        (4096, 2048), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec())
+    )
+    scatter = jax.shard_map(
+        lambda x: jax.lax.psum_scatter(x, "fsdp", tiled=True),
+        mesh=mesh,
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec("fsdp"),
+        check_vma=False,
+    )
+    with no_compilation_cache():
+        compiled = jax.jit(scatter).lower(x).compile()
+    assert " all-reduce(" in compiled.as_text()
+    found = count(compiled, parse(compiled.as_text()), mesh.shape)["collectives"]
+    sizes = {each.kind: each.bytes for each in found}
+    assert "all-reduce" not in sizes
+    assert sizes["reduce-scatter"] == pytest.approx(1024 * 2048 * 2, rel=0.02)  # Padded.
+
+
 def test_what_slices_exchange_is_counted():
     pytest.importorskip("libtpu")
     where = topology("2*v6e:1x2")

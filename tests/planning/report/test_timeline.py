@@ -87,6 +87,20 @@ def test_a_collective_of_a_sparse_core_begins_with_its_data():
     assert _play(lines, other).seconds == pytest.approx(2 * SENT, rel=1e-3)
 
 
+def test_a_fusion_that_reduces_and_scatters_is_a_wait():
+    other = (
+        "%all-reduce-scatter (q: bf16[1048576]) -> bf16[524288] {\n"
+        "  %q = bf16[1048576]{0} parameter(0)\n  %i = s32[] constant(0)\n"
+        f"  %r = bf16[1048576]{{0}} all-reduce(%q), {OVER_FSDP}, to_apply=%add\n"
+        "  ROOT %s = bf16[524288]{0} dynamic-slice(%r, %i), dynamic_slice_sizes={524288}\n}\n"
+    )
+    fusion = "  %f = bf16[524288]{0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter"
+    found = _play([fusion], other)
+    # Of 2^20 bf16, each of two devices sends half: 2^20 bytes.
+    assert found.seconds == pytest.approx(SENT, rel=1e-3)
+    assert [(wait.kind, wait.asynchronous) for wait in found.waits] == [("reduce-scatter", False)]
+
+
 def test_a_transfer_between_slices_takes_the_network_of_a_device():
     ends = '_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"'
     shape = "(f32[262144]{0}, u32[], token[])"
