@@ -1,8 +1,9 @@
 """Optimized HLO text as data: computations, their instructions, and their executions per step.
 
 Executions are counted from the entry downwards. The body of a loop runs as often as the loop's
-known trip count; without one, n times if its condition is i < n for a carried i and a constant n;
-otherwise it counts once, and `Program.loops_of_unknown_length` names it. The rounds of a dispatch
+known trip count; without one, n times if its condition is i < n for a carried i and a constant n,
+or n / c times if it adds a constant c to i; otherwise it counts once, and
+`Program.loops_of_unknown_length` names it. The rounds of a dispatch
 beyond the first, which balanced routing does not need, do not count. Of a conditional's
 branches only the costliest by the compiler's estimate counts (among equals, the one with the most
 instructions), unless their shares are known; executions are then fractions. A computation with
@@ -14,6 +15,7 @@ A TPU's fusion of an all-reduce and a slice of its result is a reduce-scatter.
 import dataclasses
 import functools
 import graphlib
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -313,12 +315,15 @@ def _trip_count(loop: Instruction, computations: Mapping[str, Computation]) -> i
         return 0
     if found := _TRIP_COUNT.search(loop.attributes):
         return int(found.group(1))
-    condition = computations.get(dict(loop.calls).get("condition", ""))
-    return _bound(condition, computations) if condition else None
+    calls = dict(loop.calls)
+    condition, body = (computations.get(calls.get(key, "")) for key in ("condition", "body"))
+    return _bound(condition, body, computations) if condition and body else None
 
 
-def _bound(condition: Computation, computations: Mapping[str, Computation]) -> int | None:
-    """Returns the n of a condition i < n, for a carried i and a constant n."""
+def _bound(
+    condition: Computation, body: Computation, computations: Mapping[str, Computation]
+) -> int | None:
+    """Returns the iterations from i = 0 while i < n, for a carried i and a constant n."""
     made, root = dict(condition.instructions), condition.root
     if root.opcode == "fusion":
         fused = computations[dict(root.calls)["calls"]]
@@ -331,7 +336,20 @@ def _bound(condition: Computation, computations: Mapping[str, Computation]) -> i
     carried, bound = (_before_copies(made[name], made) for name in root.operands)
     if carried.opcode not in ("get-tuple-element", "parameter") or bound.opcode != "constant":
         return None
-    return int(bound.arguments) if bound.arguments.isdecimal() else None
+    if not bound.arguments.isdecimal():
+        return None
+    return math.ceil(int(bound.arguments) / _increment(body, carried.attribute("index")))
+
+
+def _increment(body: Computation, index: str) -> int:
+    """Returns the constant that a loop's body adds to a value of its tuple; 1 if it shows none."""
+    made, root = body.instructions, body.root
+    if not index or root.opcode != "tuple":
+        return 1
+    added = _before_copies(made[root.operands[int(index)]], made)
+    constants = (made[x] for x in added.operands if added.opcode == "add" and x in made)
+    steps = (x.arguments for x in constants if x.opcode == "constant")
+    return next((int(step) for step in steps if step.isdecimal() and int(step)), 1)
 
 
 def _before_copies(each: Instruction, made: Mapping[str, Instruction]) -> Instruction:

@@ -136,8 +136,8 @@ def read_columns(path: str) -> list[Column]:
         _check([item for column in columns for item in column.figures.items()])
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise UsageError(
-            f"--compare {path}: {error}; give a file of --json with a compiled step, or a JSON object "
-            "of figures."
+            f"--compare {path}: {error}; give a file of --json with a compiled step, or a JSON "
+            "object of figures."
         ) from None
     return columns
 

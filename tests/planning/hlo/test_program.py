@@ -156,6 +156,20 @@ def test_only_the_limit_of_a_counter_bounds_a_loop(more, executions):
     assert found.loops_of_unknown_length == (() if executions else ("while",))
 
 
+@pytest.mark.parametrize(("step", "executions"), [(1, 512), (128, 4), (100, 6)])
+def test_a_loop_of_larger_steps_takes_fewer(step, executions):
+    text = CONDITION.format("compare(%i, %c), direction=LT").replace(
+        "  ROOT %p.1 = (s32[], s32[]) parameter(0)\n",
+        "  %p.1 = (s32[], s32[]) parameter(0)\n"
+        "  %i.1 = s32[] get-tuple-element(%p.1), index=0\n"
+        "  %n.1 = s32[] get-tuple-element(%p.1), index=1\n"
+        f"  %step = s32[] constant({step})\n"
+        "  %next = s32[] add(%i.1, %step)\n"
+        "  ROOT %t = (s32[], s32[]) tuple(%next, %n.1)\n",
+    )
+    assert hlo.parse(text).computations["body"].executions == executions
+
+
 def test_the_costliest_branch_runs_and_fused_computations_are_marked(program):
     assert program.computations["dear"].executions == 1
     assert program.computations["cheap"].executions == 0

@@ -92,20 +92,24 @@ def test_groups_lie_along_the_axes_in_which_their_devices_differ():
 
 
 @pytest.mark.parametrize(
-    ("attributes", "kind", "num"),
+    ("target", "transfer_type", "kind", "num"),
     [
-        ('_xla_megascale_target="{1,2,3,4}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"',
-         "all-reduce", 4),
-        ("_xla_megascale_target={{100000,300000},{200000,400000}},"
-         '_xla_megascale_transfer_type="ALL_GATHER"', "all-gather", 2),
+        ('"{1,2,3,4}x{0:3}"', "ALL_REDUCE", "all-reduce", 4),
+        ("{{100000,300000},{200000,400000}}", "ALL_GATHER", "all-gather", 2),
         # A group of four devices on two slices.
-        ("_xla_megascale_target={{1000000,1000001,1100000,1100001}},"
-         '_xla_megascale_transfer_type="RAGGED_ALL_TO_ALL"', "ragged-all-to-all", 2),
-        ("_xla_megascale_target={{100000->200000},{200000->100000}},"
-         '_xla_megascale_transfer_type="ONE_TO_ONE"', "collective-permute", 2),
+        (
+            "{{1000000,1000001,1100000,1100001}}",
+            "RAGGED_ALL_TO_ALL",
+            "ragged-all-to-all",
+            2,
+        ),
+        ("{{100000->200000},{200000->100000}}", "ONE_TO_ONE", "collective-permute", 2),
     ],
-)  # fmt: skip
-def test_a_transfer_between_slices_is_a_collective_over_the_network(attributes, kind, num):
+)
+def test_a_transfer_between_slices_is_a_collective_over_the_network(
+    target, transfer_type, kind, num
+):
+    attributes = f'_xla_megascale_target={target},_xla_megascale_transfer_type="{transfer_type}"'
     recv = _instruction("recv", "(f32[2,4]{1,0}, u32[]{:S(2)}, token[])", attributes)
     assert values.collective_kind(recv) == kind
     assert values.group_of(recv, {"data": 2}) == (("network",), num)
