@@ -103,7 +103,7 @@ def test_the_command_prints_a_table(capsys):
         (["--goodput=0"], "goodput=0"),
         (["--goodput=8", "--interval=10"], "interval=10 s is shorter than the 60 s"),
         (["--goodput=8", "--interval=0"], "interval=0"),
-        (["--goodput=8", "--device_mtbf=0"], "mtbf=0"),
+        (["--goodput=8", "--device_mtbf=-5"], "device_mtbf=-5 h"),
     ],
 )
 def test_wrong_flags_are_refused(capsys, flags, message):
