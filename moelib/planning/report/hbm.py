@@ -16,6 +16,7 @@ from moelib.planning.report.kernels import library
 _NOTHING = {
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "conditional",
     "call", "after-all", "partition-id", "replica-id", "opt-barrier", "domain", "add-dependency",
+    "call-start", "async-start",
 }  # fmt: skip
 _UNWRITTEN = 'custom_call_target="AllocateBuffer"'  # A buffer that nothing fills.
 _SLICES = ("dynamic-slice", "slice", "gather")  # Read as much of their operand as they return.
@@ -53,6 +54,7 @@ def instruction_bytes(program: Program, computation: Computation, each: Instruct
         return float(sum(min(map(values.shape_bytes, ends)) for x in ends if _in_hbm(x)))
     is_start = each.opcode.endswith("-start")
     result = values.result_shape(each, layouts=True) if is_start else each.shape
+    result = "" if each.opcode == "send" else result  # It is the operand.
     return _held(result) + sum(_held(made[name].shape) for name in each.operands if name in made)
 
 

@@ -96,7 +96,7 @@ def _kind(name: str, instruction: Instruction, library_name: str) -> str:
         return "grouped matmul" + ("" if phase(instruction.op_name) == "recomputed" else gradient)
     if library_name == "cublas":
         return "matmul"
-    if library_name == "cudnn" or "attention" in name or "attention" in instruction.op_name:
+    if "fmha" in name or "attention" in name or "attention" in instruction.op_name:
         return "attention" + backward
     return "other"
 

@@ -100,6 +100,13 @@ def test_kernels_of_a_gpu_have_names_and_kinds():
     )  # fmt: skip
 
 
+def test_a_convolution_of_cudnn_is_no_attention():
+    found = kernels(hlo.parse(GPU.replace("fmhaSoftmaxBackward", "convForward")))
+    assert [(each.name, each.kind) for each in found if each.library == "cudnn"] == [
+        ("__cudnn$convForward", "other")
+    ]
+
+
 def test_a_grouped_matmul_that_sums_rows_has_a_kind_of_its_own():
     text = GPU.replace("shard_map/gmm_weight_gradient", f"{SUM_ROWS}/gmm_weight_gradient")
     assert [each.kind for each in kernels(hlo.parse(text))][-1] == "row sum"

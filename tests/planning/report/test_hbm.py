@@ -13,6 +13,11 @@ FUSED = """
   ROOT %s = f32[1,1024]{1,0} dynamic-slice(%b, %i, %i), dynamic_slice_sizes={1,1024}
 }
 
+%negated (d: f32[16,1024]) -> f32[16,1024] {
+  %d = f32[16,1024]{1,0} parameter(0)
+  ROOT %n = f32[16,1024]{1,0} negate(%d)
+}
+
 %write_slice (c: f32[16,1024], u: f32[1,1024], j: s32[]) -> f32[16,1024] {
   %c = f32[16,1024]{1,0} parameter(0)
   %u = f32[1,1024]{1,0} parameter(1)
@@ -24,6 +29,9 @@ CUBLAS = (
     'f32[16,16]{1,0} custom-call(%stack, %stack), custom_call_target="__cublas$gemm", '
     'backend_config={"gemm_backend_config":{"dot_dimension_numbers":'
     '{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["1"]}}}'
+)
+CALLED = (
+    "((f32[16,1024]{1,0}), f32[16,1024]{1,0}, u32[]{:S(2)}) call-start(%stack), to_apply=%negated"
 )
 ROW, STACK, INDEX = 4 * 1024, 4 * 16 * 1024, 4
 
@@ -45,6 +53,9 @@ ROW, STACK, INDEX = 4 * 1024, 4 * 16 * 1024, 4
         ("f32[16,1024]{1,0:S(7)} negate(%stack)", 2 * STACK),  # In memory that GPUs share.
         ("(f32[1,1024]{1,0}, f32[16,1024]{1,0:S(1)}) all-gather-start(%row), dimensions={0}", ROW),
         ('f32[16,1024]{1,0} custom-call(), custom_call_target="AllocateBuffer"', 0),
+        # What a start calls reads and writes; a send returns its operand.
+        (CALLED, 2 * STACK),
+        ("(f32[16,1024]{1,0}, u32[]{:S(2)}, token[]) send(%stack, %token)", STACK),
         # A matmul of cuBLAS, without an estimate of its own.
         (CUBLAS, 2 * STACK + 4 * 16 * 16),
     ],
