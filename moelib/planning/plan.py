@@ -312,7 +312,7 @@ def plan(
         if not rows:
             dollars = [each.whole_run(tokens)[1][0] for each in found.rows if each.fits]
             cheapest = (
-                f"the cheapest that fits costs {min(dollars):,.0f}" if dollars else "none fits"
+                f"the cheapest that fits costs {_number(min(dollars))}" if dollars else "none fits"
             )
             raise UserError(
                 f"budget={budget:g}: all {found.num_candidates} candidates exceed it; {cheapest}."

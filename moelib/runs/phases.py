@@ -82,7 +82,9 @@ def in_order(cfg: Any) -> list[tuple[str, Any]]:
 
 
 def check_ends(cfg: Any) -> None:
-    """Raises UserError if a phase begins at the end of the run or later."""
+    """Raises UserError if a phase begins at the end of the run or later, or the run has no end."""
+    if cfg.phases and cfg.max_step is REQUIRED:
+        raise RequiredFieldMissingError("SpmdTrainer.Config", ["max_step"], "")
     for name, phase in in_order(cfg):
         if phase.after_step >= cfg.max_step:
             raise UserError(

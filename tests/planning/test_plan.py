@@ -71,6 +71,8 @@ def test_a_budget_excludes_meshes_that_cost_more():
     assert all(row[-2].endswith(" !") for row in found.table().rows)
     with pytest.raises(UserError, match=r"budget=1e-09.* costs [\d,]+\."):
         plan(tiny_moe.config(), where, tokens=1e12, budget=1e-9)
+    with pytest.raises(UserError, match=f"costs {dollars[0] / 1e6:.3g}"):
+        plan(tiny_moe.config(), where, tokens=1e6, budget=1e-9)
 
 
 @pytest.mark.parametrize(

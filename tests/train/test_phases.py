@@ -12,7 +12,7 @@ from experiments import flame_moe
 from moelib.checkpoint.contents import CheckpointNotFoundError, list_checkpoints, step_path
 from moelib.checkpoint.policy import every_n_steps_policy
 from moelib.checkpoint.restore import restore_arrays
-from moelib.core.config import config_for_function
+from moelib.core.config import REQUIRED, config_for_function
 from moelib.core.config_text import parse, text_lines
 from moelib.core.errors import UserError
 from moelib.data.tokens.token_store import TokenStore
@@ -23,7 +23,7 @@ from moelib.learner.moments import MomentFormat
 from moelib.operations.runs import list_runs, runs_table
 from moelib.runs.folder import RunFolder
 from moelib.runs.identity import TrainerDirConflictError
-from moelib.runs.phases import Phase, applied, last_step, name_at
+from moelib.runs.phases import Phase, applied, check_ends, last_step, name_at
 from moelib.train.program import StepProgram
 from tests import tiny
 from tests.checkpoint.small import truncate_arrays
@@ -238,6 +238,11 @@ def test_impossible_phases_are_refused_before_the_first_step(tmp_path, changes, 
     with pytest.raises(UserError, match=message):
         moelib.fit(config(tmp_path / "run", **changes))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_phases_of_a_run_without_an_end_are_refused(tmp_path):
+    with pytest.raises(UserError, match="max_step must be set"):
+        check_ends(config(tmp_path, max_step=REQUIRED))
 
 
 def test_a_past_phase_cannot_change(unbroken, tmp_path):
