@@ -231,9 +231,9 @@ def _receive(peer: socket.socket, prefix: bytes = b"") -> tuple[int, bytes] | No
     """Returns the number and the text of a message, None if the connection has ended."""
     try:
         received = peer.recv(len(prefix) + 4 + _TEXT_BYTES, socket.MSG_WAITALL)
-    except TimeoutError:
-        raise
-    except OSError:
+    except OSError as error:
+        if error.errno is None:  # Python's own timeout; the kernel's is of a host that is lost.
+            raise
         return None
     if not received or not received.startswith(prefix):
         return None

@@ -1,9 +1,13 @@
 """Processes that wait for each other, compare their versions, and end together."""
 
+import errno
 import socket
+import sys
+from typing import Any
 
 import pytest
 
+from moelib.runtime import lost_process
 from moelib.runtime.lost_process import EXIT_CODE
 from moelib.runtime.versions import library_versions
 from tests.python_process import finish, free_port, start
@@ -69,6 +73,21 @@ def test_a_killed_process_ends_all(ends):
         if index != killed:
             assert status == EXIT_CODE
             assert f"Process {killed} of {len(ends)} is lost, " in error
+
+
+def test_a_host_that_does_not_answer_is_lost(monkeypatch, capsys):
+    class Silent:
+        def recv(self, *_):  # As the kernel answers once no probe has been: tcp(7), ETIMEDOUT.
+            raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+
+    ended = []
+    monkeypatch.setattr(lost_process, "_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(lost_process.os, "_exit", ended.append)
+    monkeypatch.delattr(sys, "last_exc", raising=False)
+    peers: Any = {0: Silent()}
+    lost_process._Job(1, 2, peers).watch(0)
+    assert ended == [EXIT_CODE]
+    assert "Process 0 of 2 is lost, " in capsys.readouterr().err
 
 
 def test_each_process_reports_its_own_error_alone():
