@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from moelib.core import config_text, trusted_code
 from moelib.core.config import ConfigBase, config_origin, get_named_trainer_config
 from moelib.core.config_modifier import apply_mesh_rule
-from moelib.core.config_types import check_parameters
+from moelib.core.config_types import check_parameters, map_elements
 from moelib.core.errors import UsageError, UserError, refuse_single_strings
 from moelib.core.module_names import find_module
 from moelib.runs import phases
@@ -362,7 +362,7 @@ def set_field(cfg: ConfigBase, assignment: str, *, flag: str = "--set") -> None:
     path, equals, text = (part.strip() for part in assignment.partition("="))
     is_mesh = path == "mesh_shape" and equals
     if not is_mesh or re.match(r"[(\[]|.*:", text):  # A tuple, or the name of a value.
-        config_text.set_from_text(cfg, assignment)
+        config_text.set_from_text(cfg, assignment, flag=flag)
         return
     from moelib.parallel.mesh import parse_mesh
 
@@ -391,16 +391,22 @@ def set_data_dir(cfg: ConfigBase, data_dir: str) -> None:
     A run can then be resumed and read from any folder.
     """
     folder = data_dir if "://" in data_dir else os.path.abspath(data_dir)
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, str):
+            return value.replace("{data_dir}", folder.rstrip("/"))
+        return map_elements(replaced, value)
+
     with config_origin(f"--data_dir={data_dir}"):
         for path, value in cfg.to_flat_dict().items():
-            if isinstance(value, str) and "{data_dir}" in value:
-                config_text.set_at(cfg, path, value.replace("{data_dir}", folder.rstrip("/")))
+            if "{data_dir}" in repr(value):
+                config_text.set_at(cfg, path, replaced(value))
 
 
 def check_data_dir(cfg: ConfigBase) -> None:
     """Raises UsageError if a path of the config still contains {data_dir}."""
     for path, value in cfg.to_flat_dict().items():
-        if isinstance(value, str) and "{data_dir}" in value:
+        if "{data_dir}" in repr(value):
             raise UsageError(f"{path}={value!r}: set --data_dir to the folder of the data.")
 
 

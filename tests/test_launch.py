@@ -38,6 +38,7 @@ class Job(Configurable):
         dir: str = REQUIRED
         max_step: int = 10
         path: str = "{data_dir}/tokens"
+        nested: dict[str, object] = {}
         mesh_shape: tuple[int, ...] = (1,)
         mesh_axis_names: tuple[str, ...] = ("data",)
         mesh_rules: list[tuple[str, object]] = []
@@ -93,9 +94,9 @@ def test_config_is_found_in_the_current_folder_and_changed_by_flags(folder):
 @pytest.mark.parametrize("text", ["fsdp=4,data=2", "(2, 4)", "2,4", "[2, 4]"])
 def test_a_mesh_is_set_by_axes_or_by_numbers(text):
     cfg = Job.default_config().set(mesh_axis_names=("data", "fsdp"))
-    launch.set_field(cfg, f"mesh_shape={text}")
+    launch.set_field(cfg, f"mesh_shape={text}", flag="--mesh")
     assert tuple(cfg.mesh_shape) == (2, 4)
-    assert cfg.origin("mesh_shape") == f"--set mesh_shape={text}"
+    assert cfg.origin("mesh_shape") == f"--mesh mesh_shape={text}"
 
 
 def test_a_mesh_of_unknown_axes_is_refused():
@@ -214,6 +215,12 @@ def test_data_dir_replaces_its_placeholder_everywhere():
     launch.check_data_dir(cfg)
     assert cfg.path == "/data/tokens"
     assert cfg.origin("path") == "--data_dir=/data/"
+    cfg.nested = {"input.source.path": "{data_dir}/books", "paths": ("{data_dir}/a", 3)}
+    with pytest.raises(UsageError, match=r"nested={.*{data_dir}/books.*--data_dir"):
+        launch.check_data_dir(cfg)
+    launch.set_data_dir(cfg, "/data")
+    launch.check_data_dir(cfg)
+    assert cfg.nested == {"input.source.path": "/data/books", "paths": ("/data/a", 3)}
 
 
 @pytest.mark.parametrize("url", ["gs://bucket/data", "gs://bucket/data/"])
