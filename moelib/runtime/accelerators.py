@@ -20,8 +20,10 @@ _PEAK_TFLOPS: dict[str, tuple[float, float, float | None]] = {
     "NVIDIA L4": (121.0, 60.0, 242.5),
     "NVIDIA L40S": (362.0, 183.0, 733.0),
     "NVIDIA H100": (989.4, 494.7, 1978.9),
+    "NVIDIA H100 NVL": (835.5, 417.5, 1670.5),
     "NVIDIA H100 PCIe": (756.0, 378.0, 1513.0),
     "NVIDIA H200": (989.4, 494.7, 1978.9),
+    "NVIDIA H200 NVL": (835.5, 417.5, 1670.5),
     "NVIDIA GH200": (989.4, 494.7, 1978.9),
     "NVIDIA B200": (2250.0, 1125.0, 4500.0),
     "NVIDIA GB200": (2500.0, 1250.0, 5000.0),
@@ -43,7 +45,7 @@ def peak_flops_per_second(device_kind: str, dtype: str = "bfloat16") -> float | 
     column = {"bfloat16": 0, "float16": 0, "float32": 1}.get(
         dtype, 2 if "float8" in dtype else None
     )
-    if not kinds or column is None:
+    if not kinds or column is None or " MIG " in device_kind:  # A part of a GPU.
         return None
     peak = _PEAK_TFLOPS[max(kinds, key=len)][column]
     return None if peak is None else peak * 1e12

@@ -131,4 +131,6 @@ def _bar(has_total: bool) -> Any:
     else:
         columns.insert(0, progress.SpinnerColumn())
     columns.append(progress.TextColumn("{task.fields[text]}", markup=False, table_column=text))
-    return progress.Progress(*columns, console=console.Console(stderr=True), expand=True)
+    return progress.Progress(
+        *columns, console=console.Console(stderr=True, emoji=False), expand=True
+    )

@@ -37,7 +37,7 @@ def print_table(shown: Table) -> None:
         drawn.add_column(name, justify=justify, overflow="fold")
     for row in shown.rows:
         drawn.add_row(*row) if row else drawn.add_section()
-    output = console.Console(highlight=False, markup=False)
+    output = console.Console(highlight=False, markup=False, emoji=False)
     if not sys.stdout.isatty():
         wide = output.options.update(width=1000)
         output.width = max(output.measure(drawn, options=wide).maximum, 1)

@@ -80,6 +80,9 @@ def test_a_process_takes_most_of_a_gpus_memory_unless_the_user_sets_a_share(
         ("TPU v5", "bfloat16", 459),
         ("NVIDIA H100 80GB HBM3", "float16", 989.4),
         ("NVIDIA H100 PCIe", "bfloat16", 756),
+        ("NVIDIA H100 NVL", "bfloat16", 835.5),  # 1,671 with sparsity, as of the H200 NVL.
+        ("NVIDIA H200 NVL", "float8_e4m3fn", 1670.5),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "bfloat16", None),
         ("NVIDIA L40S", "float8_e4m3fn", 733),
         ("NVIDIA L40", "bfloat16", None),
         ("NVIDIA A100-SXM4-80GB", "float32", 156),

@@ -84,9 +84,9 @@ def test_a_table_in_a_file_is_whole_however_wide(capsys, monkeypatch):
 
 
 def test_sections_footnotes_and_alignment_are_shown(capsys):
-    print_table(Table("", ["", ">"], [["a", "1"], [], ["b", "23"]], ["* a note"]))
+    print_table(Table("", ["", ">"], [["a:100:", "1"], [], ["b", "23"]], ["* a:on: note"]))
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
-    assert lines == [["a", "1"], ["b", "23"], ["*", "a", "note"]]
+    assert lines == [["a:100:", "1"], ["b", "23"], ["*", "a:on:", "note"]]
 
 
 @pytest.mark.parametrize(
