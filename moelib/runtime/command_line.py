@@ -41,6 +41,13 @@ _OF_THE_SYSTEM = (
 )
 
 
+_ADVICE = {  # In place of the ends of absl's errors.
+    "invalid literal .*": "write an integer.",
+    "could not convert .*": "write a number.",
+    "already defined as .*": "it is set twice; separate its values by commas.",
+}
+
+
 class FlagInfo(NamedTuple):
     """A flag, as `--help` and the documentation show it."""
 
@@ -141,7 +148,9 @@ def parse_flags[T](cls: type[T], arguments: Sequence[str]) -> tuple[T, list[str]
             advice += f" If it is a field of the config, --set={name}=... tells its path."
         raise UsageError(f"unknown flag '--{name}'; {advice}") from None
     except absl_flags.Error as error:
-        text = re.sub("invalid literal .*|could not convert .*", "write a number.", str(error))
+        text = str(error)
+        for pattern, advice in _ADVICE.items():
+            text = re.sub(pattern, advice, text)
         raise UsageError(text) from None
     found = {info.name: values[info.name].value for info in infos}
     lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
@@ -158,7 +167,7 @@ def define_flag(info: FlagInfo, values: absl_flags.FlagValues) -> None:
         case "text" if info.repeatable:
             absl_flags.DEFINE_multi_string(**common)
         case "text" if info.split:
-            absl_flags.DEFINE_list(**common)
+            absl_flags.DEFINE_list(**common, allow_overwrite=False)
         case "text":
             absl_flags.DEFINE_string(**common)
         case "integer":

@@ -51,14 +51,16 @@ def test_every_kind_of_flag_is_parsed():
     [
         ("--modul=x", r"'--modul'.*'--module'"),
         ("--count=0", "count=0"),
-        ("--count=x", r"--count=x: write a number\.$"),
+        ("--count=1e6", r"--count=1e6: write an integer\.$"),
+        ("--rate=x", r"--rate=x: write a number\.$"),
+        ("--names=a --names=b,c", r"--names=b,c: it is set twice; .* commas\.$"),
         ("--backend=npu", "backend=npu.*cpu"),
         ("--module", "module"),
     ],
 )
 def test_a_wrong_flag_is_named(argument, named):
     with pytest.raises(UsageError, match=named):
-        parse_flags(Flags, [argument])
+        parse_flags(Flags, argument.split())
 
 
 def test_an_unknown_flag_may_be_a_field_of_the_config():
