@@ -156,7 +156,8 @@ class Links:
     def ring(self, axes: tuple[str, ...], num_bytes: float) -> Traffic:
         """Returns the traffic of passing bytes on in a ring, by all that a device sends."""
         group = self._group(axes)
-        return self._traffic(group, num_bytes, num_bytes if group.across > 1 else 0.0)
+        sizes = (num_bytes if size > 1 else 0.0 for size in (group.inside, group.across))
+        return self._traffic(group, *sizes)
 
     def _traffic(self, group: "_Group", links: float, network: float) -> Traffic:
         seconds = links / group.bytes_per_second if links else 0.0

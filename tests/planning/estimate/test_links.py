@@ -35,6 +35,9 @@ def test_a_ring_over_several_hosts_passes_all_bytes_through_the_network():
     assert (sent.links_bytes, sent.network_bytes) == (4e9, 0.0)
     sent = Links(describe("h100:2x8"), Mesh((("seq", 8),), (("seq", 2),))).ring(("seq",), 4e9)
     assert (sent.links_bytes, sent.network_bytes) == (4e9, 4e9)
+    links = Links(describe("h100:2x8"), Mesh((("expert", 8),), (("pipeline", 2),)))
+    sent = links.ring(("pipeline",), 4e9)  # The other rank is on the other host.
+    assert (sent.links_bytes, sent.network_bytes, sent.links_seconds) == (0.0, 4e9, 0.0)
 
 
 @pytest.mark.parametrize(
