@@ -183,7 +183,8 @@ def gpus_of_process(local_size: int, local_id: int) -> list[int] | None:
         UserError: If the processes cannot share the GPUs evenly.
     """
     num = len(_visible_gpus())
-    is_bound = any(os.environ.get(name) for name in ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"))
+    bind = os.environ.get("SLURM_GPU_BIND") or os.environ.get("SLURM_GPUS_PER_TASK") or "none"
+    is_bound = not bind.endswith("none")  # --gpu-bind=none undoes --gpus-per-task.
     if local_size == 1 or num < local_size or is_bound:
         return None
     each, rest = divmod(num, local_size)

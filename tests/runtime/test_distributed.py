@@ -28,6 +28,8 @@ def test_gpus_bound_by_slurm_are_kept(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     monkeypatch.setenv("SLURM_GPUS_PER_TASK", "2")
     assert gpus_of_process(2, 1) is None
+    monkeypatch.setenv("SLURM_GPU_BIND", "none")  # "Turns off implicit binding", srun(1).
+    assert gpus_of_process(2, 1) == [1]
 
 
 def test_gpus_that_processes_cannot_share_are_refused(monkeypatch):
