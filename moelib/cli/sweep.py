@@ -172,7 +172,7 @@ def _show(folder: str, runs: Sequence[str]) -> None:
     if not begun:
         return
     found = list_runs(begun)
-    loss = lambda run: next((last for last, *_ in run.validation.values()), None) or run.loss
+    loss = lambda run: next((last for last, *_ in run.validation.values()), run.loss)
     found.sort(key=lambda run: (loss(run) is None, loss(run)))
     named = [dataclasses.replace(run, name=os.path.relpath(run.name, folder)) for run in found]
     print_table(runs_table(named))

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import re
 import time
@@ -34,8 +35,8 @@ class Run:
     max_step: int | None  # None without a config.txt.
     phase: str  # Name of the phase that it was in last; empty before the first, and without.
     loss: float | None  # Mean loss of the last log interval, nats per token.
-    # {"<evaler>/loss": (last value, least value, its step)}.
-    validation: Mapping[str, tuple[float | None, float, int]]
+    # {"<evaler>/loss": (last value, least value, its step)}; None for values that are not finite.
+    validation: Mapping[str, tuple[float | None, float | None, int]]
     rate: float | None  # Tokens or examples per second, on all devices.
     rate_unit: str  # "tokens/s", or "examples/s" of a task, DPO or GSPO.
     goodput: float | None  # 0 to 1.
@@ -100,7 +101,7 @@ def describe_run(directory: str, metrics: RunMetrics, name: str) -> Run:
         phase=start.get("phase") or "",
         loss=metrics.last("mean_loss" if "mean_loss" in curves else "loss"),
         validation={
-            key: (x.last[1], x.least[1], x.least[0])
+            key: (x.last[1], x.least[1] if math.isfinite(x.least[1]) else None, x.least[0])
             for key, x in sorted(curves.items())
             if is_validation.fullmatch(key)
         },

@@ -146,7 +146,8 @@ def _described(path: str, metrics: RunMetrics, name: str) -> dict[str, Any]:
     for key, (last, best, step) in run.validation.items():
         if last is not None:
             shown.append((key, f"{last:.4f}"))
-        shown.append((f"best, at step {step:,}", f"{best:.4f}"))
+        if best is not None:
+            shown.append((f"best, at step {step:,}", f"{best:.4f}"))
     if checkpoints := list_checkpoints(RunFolder(path).checkpoints):
         shown.append(("newest checkpoint", f"{max(checkpoints):,}"))
     seconds = seconds_left(run, metrics)

@@ -110,3 +110,14 @@ def test_runs_are_compared_and_one_that_fails_does_not_end_the_others(tmp_path, 
     with pytest.raises(SystemExit, match="1"):
         run([*TRAIN, *flags])
     assert "max_step=2 is reached" in capfd.readouterr().err
+
+
+def test_a_run_whose_validation_loss_is_not_finite_comes_last(tmp_path, capsys):
+    for name, mean_loss, loss in (("a", 1.0, "null"), ("b", 3.0, 2.0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.txt").write_text("max_step: 1\n")
+        lines = f'{{"step": 1, "mean_loss": {mean_loss}}}\n{{"step": 1, "val/loss": {loss}}}\n'
+        (tmp_path / name / "metrics.jsonl").write_text(lines)
+    sweep._show(str(tmp_path), [str(tmp_path / name) for name in "ab"])
+    rows = [x.split()[0] for x in capsys.readouterr().out.splitlines() if "finished" in x]
+    assert rows == ["b", "a"]

@@ -41,6 +41,15 @@ def test_runs_below_a_folder_are_described(tmp_path):
     ]
 
 
+def test_a_loss_that_was_never_finite_has_no_best_value(tmp_path):
+    lines = '{"step": 1, "mean_loss": 2.0}\n{"step": 1, "val/loss": null}\n'
+    (write_run(tmp_path) / "metrics.jsonl").write_text(lines)
+    (run,) = list_runs([str(tmp_path)])
+    assert run.validation == {"val/loss": (None, None, 0)}
+    assert runs_table([run]).rows[0][4:6] == ["", ""]
+    json.dumps(run.validation, allow_nan=False)
+
+
 @pytest.mark.parametrize(
     ("events", "state", "cause"),
     [
