@@ -119,10 +119,9 @@ def read_saved(
             batch_dims = eqn.params["dimension_numbers"][1][0]
             no_batch_dots += Saved() if batch_dims else size
     itemsize = jnp.dtype(cfg.train_dtype or "float32").itemsize
-    leaves = jax.tree.leaves(specs, is_leaf=is_spec)
-    dim = max((s.shape[s.axes.index("embed")] for s in leaves if "embed" in s.axes), default=0)
     # Their inputs, and the last hidden state and its gradient.
-    full = Saved(split=(num_recomputed + 2.0) * dim * itemsize) + named[_ROUTING]
+    inputs = (num_recomputed + 2.0) * model_dim(cfg.model, specs)
+    full = Saved(split=inputs * itemsize) + named[_ROUTING]
     # Policies save only those matmul results that the backward pass needs.
     saved = {FULL: full, NONE: none}
     saved |= {DOTS: (full + dots).minimum(none)}
@@ -133,6 +132,13 @@ def read_saved(
     if own is None:
         own = _residuals(_loss(cfg.model), params, is_trained, measure)
     return saved | {OWN: own}
+
+
+def model_dim(model: Any, specs: Nested) -> int:
+    """Returns the width D of the residual stream: a config's `dim`, or the largest one of specs."""
+    leaves = jax.tree.leaves(specs, is_leaf=is_spec)
+    dims = (s.shape[s.axes.index("embed")] for s in leaves if "embed" in s.axes)
+    return getattr(model, "dim", None) or max(dims, default=1)
 
 
 def _loss(model: Any) -> Callable[[Nested, Batch], jax.Array]:
@@ -206,10 +212,10 @@ def _own_from_names(
     """Returns the activations that the config's own remat saves; None if only a trace can tell."""
     if (name := remat_name(model)) is not None:
         return saved[name]
-    found = [dict(each.items()) for each in remats(model) if each is not None]
+    found = remats(model)
     if len(found) != 1 or "keep" not in found[0]:
         return None
-    return sum((named.get(name, Saved()) for name in found[0]["keep"]), saved[FULL])
+    return sum((named.get(name, Saved()) for name in found[0].keep), saved[FULL])
 
 
 def _measured(

@@ -8,6 +8,7 @@ import pytest
 from moelib.core.config import config_for_function
 from moelib.layers.feed_forward import FeedForward
 from moelib.layers.remat import remat
+from moelib.models.multi_token_prediction import MultiTokenPrediction
 from moelib.planning.estimate import activations
 from moelib.planning.estimate.activations import (
     DOTS,
@@ -73,6 +74,18 @@ def test_named_activations_are_saved_too(cfg):
     cfg.model.decoder.remat = config_for_function(remat).set(keep=["feed_forward_up"])
     saved = _read(cfg)
     assert saved[OWN].split - saved[FULL].split == 2 * LAYERS * 2 * HIDDEN
+
+
+def test_layers_of_multi_token_prediction_without_a_remat_save_all(cfg, dense):
+    cfg.model.decoder.remat = config_for_function(remat).set(policy=DOTS)
+    prediction = MultiTokenPrediction.default_config()
+    prediction.module.layer = cfg.model.decoder.block[0].clone()
+    cfg.model.multi_token_prediction = prediction
+    work = read_workload(cfg)
+    assert work.dim == DIM  # The input of a depth's projection is twice as wide.
+    assert work.saved[FULL].split == 2 * DIM * (LAYERS + 2)
+    # Those of the depth alone, which the decoder's remat does not recompute.
+    assert work.saved[OWN].split > work.saved[NONE].split - dense[NONE].split
 
 
 def test_a_remat_that_is_not_ours_is_traced(cfg):
