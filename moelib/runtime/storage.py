@@ -205,7 +205,7 @@ def atomic_file(path: str | os.PathLike[str], *, binary: bool = False) -> Iterat
     """Opens a temporary file next to `path`, which replaces `path` when the block ends.
 
     The content is synced to disk first; an object is written when the block ends. An error inside
-    the block leaves `path` as it was.
+    the block leaves `path` as it was. Pipes and devices are not replaced, but written to.
     """
     if is_remote(path):
         content = io.BytesIO()
@@ -213,9 +213,14 @@ def atomic_file(path: str | os.PathLike[str], *, binary: bool = False) -> Iterat
         file.flush()
         write_bytes(os.fspath(path), content.getvalue())
         return
+    mode, encoding = ("wb", None) if binary else ("w", "utf-8")
+    # Also /dev/stdout, which is a link, to a file if it is redirected.
+    if os.path.dirname(path) == "/dev" or (os.path.exists(path) and not os.path.isfile(path)):
+        with writing(path), open(path, mode, encoding=encoding) as file:
+            yield file
+        return
     temporary = f"{os.fspath(path)}.tmp-{os.getpid()}"
     try:
-        mode, encoding = ("wb", None) if binary else ("w", "utf-8")
         with writing(path), open(temporary, mode, encoding=encoding) as file:
             yield file
             file.flush()

@@ -30,6 +30,15 @@ def test_permissions_are_those_of_a_new_file(tmp_path):
     assert len(modes) == 1
 
 
+def test_a_pipe_is_written_to_and_stays(tmp_path):
+    os.mkfifo(path := tmp_path / "pipe")  # As /dev/stdout may be; /dev/null is a device.
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    write_json(path, [1])
+    assert path.is_fifo()
+    assert os.read(reader, 100) == b"[\n  1\n]\n"
+    os.close(reader)
+
+
 def test_json_comes_back(tmp_path):
     path = tmp_path / "value.json"
     assert read_json(path) == {}
