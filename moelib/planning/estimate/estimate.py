@@ -362,13 +362,13 @@ class OnMesh:
             times = _SCORES_FORWARD * (passes - 1) + _SCORES_BACKWARD
             scores = 4 * times * tokens * work.attention_flops / (4 * work.head_dim)
         gathered = (5 * placement.gathered_bytes + 2 * placement.gathered_trained) * micro
-        glue = rows * work.dim * work.compute_itemsize
+        glue = rows * work.routed_dim * work.compute_itemsize
         return state + gathered + activations + glue + loss + scores
 
 
 # Bytes of scores in float32 that attention in plain XLA reads and writes, over those of the scores
-# that it needs, and of rows of experts that no token fills, over those of one row of the width D;
-# counted in steps compiled for H100.
+# that it needs, and of rows of experts that no token fills, over those of one row; counted in
+# steps compiled for H100.
 _SCORES_FORWARD, _SCORES_BACKWARD = 6.4, 11.7
 _EMPTY_ROWS = 23 / 3  # In each of the forward pass, recomputation and the backward pass.
 # Attention's kernels take from this head dimension on; those for Hopper its multiples, in 16 bits.

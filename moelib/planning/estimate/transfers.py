@@ -210,6 +210,7 @@ def token_transfers(placement: Placement, *, is_tpu: bool) -> Iterator[Transfer]
     if sequence := placement.axes["sequence"]:
         yield from _sequence_transfers(placement, sequence)
     if work.moe is not None and placement.expert_axes:
+        row = work.routed_dim * work.compute_itemsize
         yield from _dispatch_transfers(placement, row, is_tpu=is_tpu)
 
 

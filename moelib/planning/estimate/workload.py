@@ -87,6 +87,7 @@ class Moe:
     # Capacity of an expert, as a multiple of the balanced load, sent and computed in full; None for
     # assigned rows only.
     capacity_factor: float | None
+    latent_dim: int | None  # Width of the rows that are sent; None for D.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +127,11 @@ class Workload:
     def tokens(self) -> int:
         """Tokens per step."""
         return self.global_batch_size * self.seq_len
+
+    @property
+    def routed_dim(self) -> int:
+        """Width of the rows that are sent to experts."""
+        return (self.moe.latent_dim if self.moe else None) or self.dim
 
     @property
     def num_first_layers(self) -> int:
@@ -327,6 +333,7 @@ def _moe(model: Any, specs: Any) -> Moe | None:
         ring=isinstance(dispatcher, RingDispatcher),
         round_factor=getattr(cfg.dispatcher, "round_factor", None),
         capacity_factor=getattr(cfg.dispatcher, "capacity_factor", None),
+        latent_dim=getattr(cfg, "latent_dim", None),
     )
 
 

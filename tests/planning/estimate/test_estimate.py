@@ -256,6 +256,17 @@ def test_rows_that_no_assignment_fills_are_those_of_the_buffer(tiny):
         assert placement.empty_rows(100) == empty * 2 * 100  # Two assignments per token.
 
 
+def test_experts_in_a_latent_space_are_sent_rows_of_its_width(tiny):
+    latent = tiny_moe.config().clone()
+    latent.model.decoder.block[0].feed_forward.latent_dim = 32  # Of 128.
+    each, sent = Candidate(EIGHT, Mesh((("expert", 8),)), 1, 1, NONE), []
+    for cfg in (tiny[0], latent):
+        placement = Placement(read_workload(cfg), each, rules_of(cfg))
+        transfers = token_transfers(placement, is_tpu=False)
+        sent.append(sum(x.bytes for x in transfers if x.kind == "ragged-all-to-all"))
+    assert sent[0] == 4 * sent[1] > 0
+
+
 @pytest.mark.parametrize(
     ("topology", "axes", "tokens", "windowed"),
     # Single matmuls, compiled.
