@@ -65,6 +65,12 @@ def check_gradients(specs: Nested, dtype: Any) -> None:
             )
 
 
+def activation_dtype(cfg: Any) -> str:
+    """Returns the dtype of activations and matmuls of a trainer's config."""
+    stored = getattr(cfg.model, "dtype", None)  # None too of what is no layer.
+    return cfg.train_dtype or (stored if isinstance(stored, str) else "float32")
+
+
 def is_cast(spec: ParameterSpec, dtype: Any) -> bool:
     """Returns whether passes in a compute dtype cast a parameter; none does if it is None."""
     floating = jnp.issubdtype(jnp.dtype(spec.dtype), jnp.floating)

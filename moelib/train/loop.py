@@ -21,6 +21,7 @@ from moelib.checkpoint.checkpointer import CheckpointSaveError
 from moelib.checkpoint.restore import Restored
 from moelib.core.errors import UserError, first_line
 from moelib.core.metrics import Scalars
+from moelib.core.precision import activation_dtype
 from moelib.data.batches.prefetch import Prefetcher
 from moelib.runs.phases import END_OF_PHASE, last_step, steps_text
 from moelib.runtime.distributed import describe_processes
@@ -64,7 +65,7 @@ class TrainLoop(Run):
         self._throughput = Throughput(
             trainer.flops_per_token(),
             list(mesh.devices.flat),
-            cfg.train_dtype or "float32",
+            activation_dtype(cfg),
             "tokens" if model.counts_tokens else "examples",
         )
         self._interval = LogInterval(

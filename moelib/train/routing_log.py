@@ -192,7 +192,7 @@ class RoutingEvaler(Watcher):
 
         of_processes = gather_json(_agreed(folder, files))
         cfg, sizes = self._input_config, run_mesh or dict(mesh.shape)
-        dtype = self._trainer.train_dtype or self.model.config.dtype or "float32"
+        dtype = precision.activation_dtype(self._trainer)
         header = RoutingHeader(
             step=step,
             data=self.config.evaler,

@@ -4,17 +4,47 @@ import math
 import time
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import pytest
 
+import moelib
+from moelib.core.jaxpr import abstract_parameters, forward_pass, walk
 from moelib.core.metrics import weighted
-from moelib.train import metrics
+from moelib.train import metrics, throughput
 from moelib.train.throughput import Throughput
+from tests import tiny
 
 
 def devices(kind="NVIDIA H200", num=2, peak_bytes=3e9):
     stats = lambda: {"peak_bytes_in_use": peak_bytes}
     return [SimpleNamespace(device_kind=kind, process_index=0, memory_stats=stats)] * num
+
+
+@pytest.mark.parametrize(
+    ("stored", "train_dtype", "expected"),
+    [(None, None, "float32"), ("bfloat16", None, "bfloat16"), (None, "bfloat16", "bfloat16")],
+)
+def test_the_mfu_is_of_the_dtype_of_most_matmuls(
+    stored, train_dtype, expected, tmp_path, monkeypatch
+):
+    asked = []
+    known = lambda kind, dtype: asked.append(dtype)
+    monkeypatch.setattr(throughput, "peak_flops_per_second", known)
+    cfg = tiny.trainer_config(tmp_path, max_step=1, evaler=False)
+    cfg.train_dtype, cfg.model.dtype = train_dtype, stored
+    moelib.fit(cfg)
+    assert asked == [expected]
+    model = cfg.model.clone(name="model").instantiate(parent=None)
+    params = abstract_parameters(model.create_parameter_specs_recursively(), train_dtype)
+    ids = jax.ShapeDtypeStruct((2, 8), "int32")
+    batch = {"input_ids": ids, "target_labels": ids}
+    dots = [
+        eqn.invars[0].aval.dtype
+        for eqn, _ in walk(jax.make_jaxpr(forward_pass(model))(params, batch))
+        if eqn.primitive.name == "dot_general"
+    ]
+    assert dots.count(expected) > len(dots) / 2
 
 
 @pytest.fixture

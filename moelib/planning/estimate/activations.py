@@ -20,6 +20,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from moelib.core import jaxpr, tree
 from moelib.core.config_text import sub_configs
 from moelib.core.param import is_spec
+from moelib.core.precision import activation_dtype
 from moelib.core.tree import Batch, Nested
 from moelib.data.batches.input import TOKEN_ARRAYS
 from moelib.kernels.backend import BACKENDS, kernel_backends
@@ -118,7 +119,7 @@ def read_saved(
             dots += size
             batch_dims = eqn.params["dimension_numbers"][1][0]
             no_batch_dots += Saved() if batch_dims else size
-    itemsize = jnp.dtype(cfg.train_dtype or "float32").itemsize
+    itemsize = jnp.dtype(activation_dtype(cfg)).itemsize
     # Their inputs, and the last hidden state and its gradient.
     inputs = (num_recomputed + 2.0) * model_dim(cfg.model, specs)
     full = Saved(split=inputs * itemsize) + named[_ROUTING]

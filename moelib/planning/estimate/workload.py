@@ -14,7 +14,7 @@ from moelib.core.config import REQUIRED
 from moelib.core.config_text import sub_configs
 from moelib.core.errors import UserError
 from moelib.core.param import ParameterSpec, is_spec, specs_by_path
-from moelib.core.precision import compute_dtype, gradient_dtype
+from moelib.core.precision import activation_dtype, compute_dtype, gradient_dtype
 from moelib.layers.adapter import adapter_names
 from moelib.layers.exchange import Exchange
 from moelib.layers.moe.dispatch_ragged import RingDispatcher
@@ -247,7 +247,7 @@ def read_workload(cfg: Any) -> Workload:
         dim=model_dim(cfg.model, specs.model),
         vocab_size=_size_of(parameters, "vocab"),
         loss_chunk_size=getattr(cfg.model, "loss_chunk_size", None),
-        compute_dtype=cfg.train_dtype or "float32",
+        compute_dtype=activation_dtype(cfg),
         head_dim=_size_of(parameters, "head_dim"),
         attention_backend=(cfg.kernel_backends or {}).get("flash_attention"),
         exchanges=tuple(decoder.exchanges(seq_len).items()) if decoder else (),
@@ -262,7 +262,7 @@ def read_workload(cfg: Any) -> Workload:
         ),
         routed_flops=0.0 if moe is None else _routed_flops(parameters, moe),
         pipeline_refusal=refusal,
-        adapted_bytes=_adapted_bytes(specs.model, cfg.train_dtype, moe),
+        adapted_bytes=_adapted_bytes(specs.model, activation_dtype(cfg), moe),
         own_remat=remat_name(cfg.model) or nearest_remat(saved),
         saved=saved,
     )
@@ -352,7 +352,7 @@ def _float8_flops(specs: Any, chosen: Callable[[str], bool]) -> float:
     )
 
 
-def _adapted_bytes(specs: Any, train_dtype: str | None, moe: Moe | None) -> float:
+def _adapted_bytes(specs: Any, dtype: str, moe: Moe | None) -> float:
     """Returns the bytes per token of the products x A B with adapters of a layer's experts."""
     if moe is None:
         return 0.0
@@ -362,7 +362,7 @@ def _adapted_bytes(specs: Any, train_dtype: str | None, moe: Moe | None) -> floa
         for path, spec in specs_by_path(specs).items()
         if path.endswith(of_b) and "experts" in spec.axes and spec.fan_axes
     )
-    itemsize = jnp.dtype(train_dtype or "float32").itemsize
+    itemsize = jnp.dtype(dtype).itemsize
     rows = moe.num_experts_per_token / (moe.num_experts * moe.num_layers)
     return rows * outputs * itemsize
 

@@ -77,6 +77,9 @@ def test_gradients_have_the_dtypes_of_the_step():
     work = tiny_moe.workload_of(tiny_moe.dense().set(train_dtype="bfloat16"))
     sizes = {leaf.axes: leaf.gradient_itemsize for leaf in work.parameters}
     assert (sizes["embed", "vocab"], sizes["vocab", "embed"], sizes["norm",]) == (2, 4, 4)
+    stored = tiny_moe.dense()
+    stored.model.dtype = "bfloat16"  # Stored and computed so, without a train_dtype.
+    assert tiny_moe.workload_of(stored).compute_dtype == "bfloat16"
 
 
 @pytest.mark.slow
