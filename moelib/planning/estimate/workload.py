@@ -324,7 +324,8 @@ def _moe(model: Any, specs: Any) -> Moe | None:
     cfg = max(found, key=lambda each: each.num_experts)
     dispatcher = cfg.dispatcher.instantiate()
     widest = max(routed, key=lambda spec: spec.size)
-    alike = [s for s in routed if s.axes == widest.axes]
+    of_layer = lambda spec: spec.axes[spec.axes[0] == "layers" :]  # Some may be in no stack.
+    alike = [s for s in routed if of_layer(s) == of_layer(widest)]
     return Moe(
         num_layers=sum(s.shape[0] if s.axes[0] == "layers" else 1 for s in alike),
         num_experts=cfg.num_experts,

@@ -13,6 +13,8 @@ from moelib.layers.adapter import is_adapter
 from moelib.layers.exchange import Exchange
 from moelib.layers.mixers.gated_delta_net import GatedDeltaNet
 from moelib.layers.moe.dispatch_capacity import CapacityDispatcher
+from moelib.layers.transformer import ScanStack
+from moelib.models.multi_token_prediction import MultiTokenPrediction
 from moelib.parallel.mesh import mesh_shape_from_axes
 from moelib.parallel.sharding import abstract_state
 from moelib.planning.estimate.activations import DOTS, FULL, NONE, OWN
@@ -257,6 +259,15 @@ def test_rows_that_no_assignment_fills_are_those_of_the_buffer(tiny):
         moe = dataclasses.replace(work.moe, round_factor=factor)
         placement = Placement(dataclasses.replace(work, moe=moe), each, rules_of(cfg))
         assert placement.empty_rows(100) == empty * 2 * 100  # Two assignments per token.
+
+
+def test_experts_of_layers_in_and_out_of_a_stack_count():
+    cfg = tiny_moe.config().clone()
+    experts = cfg.model.decoder.block[0]
+    cfg.model.decoder = ScanStack.default_config().set(num_layers=3, block=[experts])
+    cfg.model.multi_token_prediction = MultiTokenPrediction.default_config()
+    cfg.model.multi_token_prediction.module.layer = experts
+    assert read_workload(cfg).moe.num_layers == 3 + 1
 
 
 def test_experts_in_a_latent_space_are_sent_rows_of_its_width(tiny):
