@@ -264,6 +264,7 @@ def import_module(name: str) -> types.ModuleType:
     """
     if name.endswith(".py") or not all(map(str.isidentifier, name.split("."))):
         module = name.removesuffix(".py").strip("./").replace(os.sep, ".")
+        module = re.sub(r"[^\w.]", "_", module)
         raise UsageError(
             f"--module={name} is no name of a module; pass one such as --module={module}, in the "
             "folder that contains it."

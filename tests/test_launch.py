@@ -142,6 +142,7 @@ def test_settings_that_are_no_list_are_refused():
     [
         ("bad.py", "", "--module=bad,"),
         ("./bad.py", "", "--module=bad,"),
+        ("own-bad.py", "", "--module=own_bad,"),
         ("own/bad.py", "", r"--module=own\.bad,"),
         ("a_list", "[Job.default_config]", "a_list has no .*dict of functions"),
         ("a_config", "{'small': Job.default_config()}", "a_config.*Job.Config.* as 'small'"),
