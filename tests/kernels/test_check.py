@@ -10,7 +10,7 @@ from moelib.kernels.backend import BACKENDS, Call, kernel_backends, recorded_cal
 from moelib.kernels.flash_attention import MaskSpec, flash_attention
 from moelib.kernels.flash_attention import xla as attention
 from moelib.kernels.flash_attention.passes import attention_of_shards
-from moelib.kernels.gmm import gmm, gmm_activated
+from moelib.kernels.gmm import gmm, gmm_activated, gmm_weight_gradient
 from moelib.kernels.gmm import xla as grouped
 from moelib.kernels.quantized_matmul import Quantization, matmul_of_quantized
 from moelib.kernels.quantized_matmul import xla as quantized
@@ -29,6 +29,7 @@ def call(kernel, function, options, **shapes):
 SPEC = {"spec": MaskSpec(64**-0.5)}
 ROWS = {"lhs": (320, 128), "group_sizes": (4,)}
 QKV = {"q": (2, 96, 4, 64), "k": (2, 96, 2, 64), "v": (2, 96, 2, 64)}
+LONG = {"q": (1, 128, 2, 64), "k": (1, 128, 2, 64), "v": (1, 128, 2, 64)}
 SEGMENTS = {"q_segments": (2, 96), "k_segments": (2, 96)}
 GATED = {"rhs": (4, 2, 128, 64), "bias": (4, 2, 64)}
 CALLS = {
@@ -43,6 +44,7 @@ CALLS = {
         **QKV,
     ),
     "shards": call("flash_attention", attention_of_shards, SPEC, **SEGMENTS, **QKV),
+    "long_shards": call("flash_attention", attention_of_shards, SPEC, **LONG),
     "quantized": call(
         "quantized_matmul",
         matmul_of_quantized,
@@ -99,9 +101,18 @@ def _plant(monkeypatch, module, name, change):
             lambda x: (*x[:2], x[2].at[0, 40].multiply(1.5)),
             "gradient of v",
         ),
+        ("long_shards", attention, "attention_mask", jnp.ones_like, "value"),
         ("quantized", quantized, "dot", lambda x: 1.1 * x, "value"),
     ],
-    ids=["gmm", "gmm_weight_gradient", "attention", "attention_backward", "shards", "quantized"],
+    ids=[
+        "gmm",
+        "gmm_weight_gradient",
+        "attention",
+        "attention_backward",
+        "shards",
+        "shards_mask",
+        "quantized",
+    ],
 )
 def test_a_wrong_backend_is_found_with_both_values(monkeypatch, call, module, name, change, what):
     _plant(monkeypatch, module, name, change)
@@ -138,6 +149,9 @@ def test_each_different_call_is_recorded_once_with_its_shapes():
         jax.eval_shape(run, *shapes)
     jax.eval_shape(run, *shapes)
     assert [found.function for found in calls] == [gmm, flash_attention, gmm_activated]
+    with recorded_calls() as calls_of_sums:
+        jax.eval_shape(gmm_weight_gradient, shapes[0], shapes[0], jnp.asarray([2, 3]))
+    assert calls_of_sums == calls[:1]  # Compared as a gradient of `gmm`.
     assert calls[0].operands[0] == ("lhs", (6, 4), "float32")
     assert calls[2].options == (("activation", gated),)
     assert str(calls[2]).startswith("gmm_activated(lhs float32[6, 4], rhs float32[2, 2, 4, 4], ")
@@ -145,6 +159,8 @@ def test_each_different_call_is_recorded_once_with_its_shapes():
 
 def test_a_backend_that_cannot_compute_a_call_is_an_error_of_the_user():
     assert check.backend_of(CALLS["gmm"]) == "xla"
+    with kernel_backends({"quantized_matmul": "straight_through"}):
+        assert check.backend_of(CALLS["quantized"]) == "straight_through"
     blocks = CALLS["quantized"]._replace(options=(("scheme", Quantization.FP8_BLOCK),))
     with kernel_backends({"quantized_matmul": "float8"}), pytest.raises(UserError, match="float8"):
         check.backend_of(blocks)

@@ -118,8 +118,8 @@ def attention_of_shards(
     """
     half, index = q.shape[1] // 2, jnp.arange(q.shape[1], dtype=jnp.int32)
     positions = Positions(
-        jnp.where(index < half, index, index + k.shape[1]),
-        jnp.arange(k.shape[1], dtype=jnp.int32) + half,
+        jnp.where(index < half, index, index + k.shape[1] - half // 2),
+        jnp.arange(k.shape[1], dtype=jnp.int32) + half // 2,  # Some queries see a part of them.
         q_segments,
         k_segments,
     )

@@ -63,7 +63,7 @@ def gmm(
             takes the one that `moelib.kernels.backend` names.
 
     Raises:
-        ValueError: If the shapes or dtypes disagree, a size but m is 0, or the backend is unknown
+        ValueError: If the shapes or dtypes disagree, a size is 0, or the backend is unknown
             or cannot take the operands.
     """
     options = _Options(None, backends.chosen_backend("gmm", backend), None)
@@ -140,6 +140,8 @@ def gmm_weight_gradient(
     shapes = {"lhs": (lhs, "mk"), "grad": (grad, "mn"), "group_sizes": (group_sizes, "g")}
     check_shapes("gmm_weight_gradient", shapes)
     check_dtypes("gmm_weight_gradient", {"lhs": lhs, "grad": grad}, {"group_sizes": group_sizes})
+    rhs = jax.ShapeDtypeStruct((len(group_sizes), lhs.shape[1], grad.shape[1]), lhs.dtype)
+    backends.record("gmm", gmm, {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes})
     lhs, grad, group_sizes = align(lhs, grad, group_sizes)
     backend = backends.chosen_backend("gmm", backend)
     sides, operands = (lhs.shape[1], grad.shape[1]), (lhs, (grad,), group_sizes)

@@ -94,7 +94,7 @@ def quantized_matmul(
         backend = "float8" if native and in_one else "xla"
     x, weight, gradient_of = align(x, weight, gradient_of.astype(x.dtype))
     if backend == "straight_through":
-        return reference.straight_through(x, weight, gradient_of)
+        return _straight_through(x, weight, gradient_of)
     options = _Dense(backend, weight.values.ndim == 3, split, sums_in_float32)
     return _dense(options, x, weight, gradient_of)
 
@@ -122,8 +122,13 @@ def quantized_gmm(
     given = align(rows, weight, gradient_of.astype(rows.dtype), group_sizes)
     if backends.chosen_backend("quantized_matmul") == "straight_through":
         rows, *others = given
-        return reference.straight_through(_of_groups(rows, group_sizes), *others)
+        return _straight_through(_of_groups(rows, group_sizes), *others)
     return _grouped(backend, *given)
+
+
+def _straight_through(*operands: Any) -> Array:
+    forms = {"straight_through": reference.straight_through}
+    return backends.run("quantized_matmul", "straight_through", forms, {}, *operands)
 
 
 # -- Dense -----------------------------------------------------------------------------------------
