@@ -19,6 +19,6 @@ def cross_entropy(
     lse = jax.nn.logsumexp(logits, axis=-1)
     onehot = jax.nn.one_hot(labels, logits.shape[1], dtype=jnp.float32)
     nll = lse - jnp.sum(onehot * logits, axis=-1)
-    nll = jnp.where(labels >= logits.shape[1], jnp.nan, nll)
+    nll *= jnp.where(labels >= logits.shape[1], jnp.nan, 1.0)  # NaN in gradients, too.
     nll, lse = (jnp.where(ignored, 0.0, x) for x in (nll, lse))
     return jnp.sum(nll + z_loss * lse**2), nll, lse

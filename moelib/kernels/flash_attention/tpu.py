@@ -141,13 +141,14 @@ def _num_blocks(call: Call, q: Array, k: Array) -> tuple[int, int]:
 
 
 def _num_visits(call: Call, q: Array, k: Array, in_order: bool) -> int:
-    """Returns the visits of queries and keys; all pairs of blocks if their order is unknown."""
-    pairs = math.prod(_num_blocks(call, q, k))
-    if pairs <= MAX_VISITS or not in_order:
+    """Returns the visits; all pairs of blocks if the order is unknown or a list has no room."""
+    blocks = _num_blocks(call, q, k)
+    pairs = math.prod(blocks)
+    if pairs <= MAX_VISITS or not in_order or max(blocks) > MAX_BLOCKS:
         return pairs
     index = np.arange(q.shape[1], dtype=np.int32)
-    blocks = in_blocks(index, index, call.block_q, call.block_k)
-    return len(visits(*blocks, call.spec, by_keys=False))
+    rows = in_blocks(index, index, call.block_q, call.block_k)
+    return len(visits(*rows, call.spec, by_keys=False))
 
 
 def _block(seq_len: int, limit: int) -> int:

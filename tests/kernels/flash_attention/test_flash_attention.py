@@ -133,6 +133,10 @@ def alike(*shape, dtype="float32", **others):
         (alike(1, 8, 1, 90, backend="tpu"), "'tpu'.* 90; .*96"),
         (alike(1, 8, 1, 64, dtype="float16", backend="tpu"), "'tpu'.*float16"),
         (alike(1, 2**20, 1, 64, backend="tpu"), r"\b2098176 of 1048576 queries"),
+        (
+            alike(1, 2**21, 1, 64, backend="tpu") | {"spec": SPEC._replace(window=128)},
+            r"of 2097152 queries .*more devices",
+        ),
         (alike(1, 9, 1, 64, backend="cudnn"), "'cudnn'.*float32.*=flash_attention=xla"),
         (alike(1, 9, 1, 92, dtype="bfloat16", backend="cudnn"), "'cudnn'.* 92; .*96"),
         (alike(1, 9, 1, 256, dtype="bfloat16", backend="cudnn"), "'cudnn'.* 256; .*128"),
