@@ -42,7 +42,9 @@ def _swiglu(gate: Float[Array, "*n"], up: Float[Array, "*n"]) -> Float[Array, "*
 
 
 def _gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    return jax.nn.gelu(x, approximate=False)
+    if x.dtype != jnp.float32:
+        return jax.nn.gelu(x, approximate=False)
+    return 0.5 * x * (1 + jax.lax.erf(x * 0.5**0.5))  # On TPUs, Pallas has erf, but no erfc.
 
 
 def _geglu(gate: Float[Array, "..."], up: Float[Array, "..."]) -> Float[Array, "..."]:

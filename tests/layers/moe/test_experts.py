@@ -46,6 +46,13 @@ def test_grouped_rows_meet_their_own_expert_and_rows_past_the_end_give_zeros():
     np.testing.assert_array_equal(got[6:], np.zeros((2, D)))
 
 
+@pytest.mark.parametrize("activation", Activation)
+def test_the_kernels_for_tpus_take_every_activation(activation):
+    layer, sizes = experts(activation), np.array([2, 0, 4], np.int32)
+    traced = jax.jit(layer.grouped).trace(initial(layer), normal(8, D), sizes, normal(8))
+    assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
+
+
 def test_biases_of_a_token_are_summed_with_its_weights():
     layer, weights, bias = experts(bias=True), normal(3, K), normal(E, D, seed=1)
     ids = np.array([[0, 2], [1, E], [E, E]], np.int32)  # E stands for no expert.
