@@ -223,6 +223,8 @@ def test_dots_of_8_bits_refuse_scales_of_blocks():
     x = np.ones((1, 2, 8), np.float32)
     with pytest.raises(ValueError, match=r"'float8'.*FP8_BLOCK"):
         dense(x, weight, x, "float8")
+    with pytest.raises(ValueError, match=r"'cudnn'; it has float8"):
+        dense(x, weight, x, "cudnn")
 
 
 @functools.partial(jax.jit, static_argnums=4)

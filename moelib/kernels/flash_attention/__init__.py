@@ -55,11 +55,11 @@ def flash_attention(
         spec: Scale, causality, window and cap of the scores.
         segment_ids: Tokens attend only inside their segment; None for one segment per sequence.
         sinks: One more score per head, which takes its share of the softmax and has no value.
-        backend: "tpu" (Pallas kernels, the default on TPUs for head_dim from 64 on), "gpu" (Pallas
-            kernels, the default on Hopper for bfloat16 and float16 and a head_dim of 64, 128, 192
-            or 256), "xla" (the default elsewhere), "cudnn" (on NVIDIA GPUs, for bfloat16 and
-            float16, without sinks and cap; segment_ids cost a mask [B, 1, S, S]), or "reference".
-            None takes the one that `moelib.kernels.backend` names.
+        backend: "tpu" (Pallas kernels, the default on TPUs for a head_dim that is a multiple of 16
+            from 64 on), "gpu" (Pallas kernels, the default on Hopper for bfloat16 and float16 and a
+            head_dim of 64, 128, 192 or 256), "xla" (the default elsewhere), "cudnn" (on NVIDIA
+            GPUs, for bfloat16 and float16, without sinks and cap; segment_ids cost a mask
+            [B, 1, S, S]), or "reference". None takes the one that `moelib.kernels.backend` names.
 
     Raises:
         ValueError: If the shapes or dtypes disagree, H is not a multiple of G, window is below 1 or

@@ -86,8 +86,7 @@ def quantized_matmul(
     of_one = x if weight.values.ndim == 3 else jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
     operands = {"x": of_one, "weight": gradient_of}
     backends.record("quantized_matmul", matmul_of_quantized, operands, scheme=weight.scheme)
-    if backend is None:
-        backend = backends.chosen_backend("quantized_matmul")
+    backend = backends.chosen_backend("quantized_matmul", backend)
     if backend is None:
         native = backends.current_device().kind.startswith(_FLOAT8_UNITS)
         in_one = not weight.scheme.format.in_blocks
