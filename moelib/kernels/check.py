@@ -93,12 +93,14 @@ def _drawn(call: Call) -> _Arrays:
 
 
 def _group_sizes(num_groups: int, num_rows: int) -> np.ndarray:
-    """Returns uneven sizes: a group without rows, and a few rows of no group."""
+    """Returns uneven sizes: a group without rows, one of 3 at most, and a few rows of no group."""
     rng = np.random.default_rng(0)
     share = rng.dirichlet(np.full(num_groups, 2.0))
     if num_groups > 2:
         share[1] = 0
-    return np.floor(0.95 * num_rows * share / share.sum()).astype(np.int64)
+    sizes = np.floor(0.95 * num_rows * share / share.sum()).astype(np.int64)
+    sizes[2:3] = np.minimum(sizes[2:3], 3)  # Larger sums hide a row that is missing.
+    return sizes
 
 
 def _documents(num_sequences: int, length: int) -> np.ndarray:

@@ -209,3 +209,14 @@ def test_a_mask_that_hides_a_few_keys_from_late_queries_is_found(hidden, monkeyp
     planted.done = False
     monkeypatch.setattr(check, "_value_and_gradients", planted)
     assert "is wrong: its value" in check.compare(attention_call)
+
+
+def test_a_gradient_without_the_first_row_of_each_group_is_found(monkeypatch):
+    many_rows = call("gmm", gmm, {}, lhs=(65536, 16), rhs=(3, 16, 8), group_sizes=(3,))
+    original = grouped.weight_gradient
+
+    def planted(lhs, grads, sizes, **options):
+        return original(lhs.at[jnp.cumsum(sizes) - sizes].set(0), grads, sizes, **options)
+
+    monkeypatch.setattr(grouped, "weight_gradient", planted)
+    assert "its gradient of rhs" in (check.compare(many_rows) or "")
