@@ -264,11 +264,11 @@ def import_module(name: str) -> types.ModuleType:
     """
     if name.endswith(".py") or not all(map(str.isidentifier, name.split("."))):
         module = name.removesuffix(".py").strip("./").replace(os.sep, ".")
-        module = re.sub(r"[^\w.]", "_", module)
-        raise UsageError(
-            f"--module={name} is no name of a module; pass one such as --module={module}, in the "
-            "folder that contains it."
-        )
+        valid = re.sub(r"(^|\.)(?=\d)", r"\1_", re.sub(r"[^\w.]", "_", module))
+        pass_it = f"pass one such as --module={valid}, in the folder that contains it"
+        if valid != module:
+            pass_it = f"name it {valid!r} in its folder, and pass --module={valid}"
+        raise UsageError(f"--module={name} is no name of a module; {pass_it}.")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     own = f"experiments.{name}"
@@ -396,6 +396,8 @@ def set_data_dir(cfg: ConfigBase, data_dir: str) -> None:
     def replaced(value: Any) -> Any:
         if isinstance(value, str):
             return value.replace("{data_dir}", folder.rstrip("/"))
+        if isinstance(value, dict):
+            value = {replaced(key): element for key, element in value.items()}
         return map_elements(replaced, value)
 
     with config_origin(f"--data_dir={data_dir}"):

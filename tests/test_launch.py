@@ -142,7 +142,8 @@ def test_settings_that_are_no_list_are_refused():
     [
         ("bad.py", "", "--module=bad,"),
         ("./bad.py", "", "--module=bad,"),
-        ("own-bad.py", "", "--module=own_bad,"),
+        ("own-bad.py", "", r"name it 'own_bad' .*--module=own_bad\."),
+        ("3b.py", "", r"name it '_3b' .*--module=_3b\."),
         ("own/bad.py", "", r"--module=own\.bad,"),
         ("a_list", "[Job.default_config]", "a_list has no .*dict of functions"),
         ("a_config", "{'small': Job.default_config()}", "a_config.*Job.Config.* as 'small'"),

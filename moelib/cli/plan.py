@@ -111,16 +111,16 @@ def run(flags: Flags, arguments: Sequence[str]) -> None:
         phases.check_ends(cfg)
     plans = {}
     for name, of_phase in parts.items():
-        own = flags
+        phase_flags = flags
         if len(parts) > 1:
             print(f"\n{phases.steps_text(of_phase)}")
             share = phases.num_tokens(of_phase) / sum(map(phases.num_tokens, parts.values()))
-            own = dataclasses.replace(
+            phase_flags = dataclasses.replace(
                 flags,
                 dump=flags.dump and os.path.join(flags.dump, name),
                 tokens=flags.tokens and flags.tokens * share,
             )
-        plans[name] = _plan(own, of_phase, columns)
+        plans[name] = _plan(phase_flags, of_phase, columns)
     if flags.json:
         found = {name: plan.to_json(flags.rows) for name, plan in plans.items()}
         write_json(flags.json, found if len(parts) > 1 else next(iter(found.values())), indent=1)

@@ -144,10 +144,10 @@ class CastAtUse:
 
 
 def row_major(x: jax.Array) -> jax.Array:
-    """Returns a slice of a stack, of which XLA for GPUs then makes no transposed copy.
+    """Returns x, on NVIDIA GPUs with its last dimension contiguous in memory.
 
-    It gathers arrays along their major dimension. To gather slices along another one, it would
-    copy the weights of all layers before the scan, and hold them twice.
+    XLA gathers arrays along their major dimension there. To gather slices of a stack along another
+    one, it would transpose the weights of all layers before the scan, and hold them twice.
     """
     constrain = lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim))))
     return jax.lax.platform_dependent(x, cuda=constrain, default=lambda x: x)

@@ -1,5 +1,6 @@
 """Text from tokens as they arrive: whole characters, ended before a stop string."""
 
+import itertools
 from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int]], str]  # Text of token ids, with U+FFFD for invalid UTF-8.
@@ -15,9 +16,8 @@ def text_of(
 
     It begins with the character, if any, that the prompt has a part of.
     """
-    if not len(tokens):
-        return ""
-    text = decode([*prompt, *tokens])[len(decode(prompt).rstrip("\ufffd")) :]
+    whole = decode([*prompt, *tokens])
+    text = whole[_num_common(decode(prompt), whole) :]
     return text[: _end(text, stops)]
 
 
@@ -35,13 +35,16 @@ class TextStream:
     def __init__(self, prompt: Sequence[int], decode: Decode, stops: Sequence[str] = ()) -> None:
         self._decode, self._stops = decode, stops
         self._tokens, text = _shortened(list(prompt), decode(prompt), decode)
-        self._num_shown = len(text.rstrip("\ufffd"))  # Characters of the text of `_tokens`.
+        self._num_shown = len(text)  # Characters of the text of `_tokens`.
+        self._prompt_text: str | None = text  # That of `_tokens` until the first piece is shown.
         self.rest, self.ended = "", False
 
     def add(self, token: int) -> str:
         """Returns the text that one more token makes certain."""
         self._tokens.append(token)
         whole = self._decode(self._tokens)
+        if self._prompt_text is not None:
+            self._num_shown = _num_common(self._prompt_text, whole)
         text = whole[self._num_shown :]
         end = _end(text, self._stops)
         if end < len(text):
@@ -50,11 +53,13 @@ class TextStream:
         certain = text.rstrip("\ufffd")
         certain = certain[: len(certain) - _num_begun(certain, self._stops)]
         self._num_shown += len(certain)
+        self._prompt_text = None if certain else self._prompt_text
         self.rest = text[len(certain) :]
         if len(self._tokens) > _WINDOW and not whole.endswith("\ufffd"):
             fewer, end_text = _shortened(self._tokens, whole, self._decode)
             if len(self.rest) <= len(end_text):
                 self._tokens, self._num_shown = fewer, len(end_text) - len(self.rest)
+                self._prompt_text = None
         return certain
 
 
@@ -70,6 +75,12 @@ def _shortened(tokens: list[int], text: str, decode: Decode) -> tuple[list[int],
             return tokens[-num:], end
         num *= 2
     return tokens, text
+
+
+def _num_common(begin: str, text: str) -> int:
+    """Returns the number of characters that two texts begin with."""
+    both = zip(begin, text, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both))
 
 
 def _end(text: str, stops: Sequence[str]) -> int:

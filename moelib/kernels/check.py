@@ -93,13 +93,19 @@ def _drawn(call: Call) -> _Arrays:
 
 
 def _group_sizes(num_groups: int, num_rows: int) -> np.ndarray:
-    """Returns uneven sizes: a group without rows, one of 3 at most, and a few rows of no group."""
+    """Returns uneven sizes, with a few rows of no group.
+
+    Of several groups one has 3 rows at most, and of more than two another has none.
+    """
     rng = np.random.default_rng(0)
     share = rng.dirichlet(np.full(num_groups, 2.0))
     if num_groups > 2:
         share[1] = 0
     sizes = np.floor(0.95 * num_rows * share / share.sum()).astype(np.int64)
-    sizes[2:3] = np.minimum(sizes[2:3], 3)  # Larger sums hide a row that is missing.
+    if num_groups > 1:  # Sums of more rows hide one that is missing.
+        last = sizes[-1]
+        sizes[-1] = min(last, 3)
+        sizes[0] += last - sizes[-1]
     return sizes
 
 

@@ -44,7 +44,8 @@ def _swiglu(gate: Float[Array, "*n"], up: Float[Array, "*n"]) -> Float[Array, "*
 def _gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     if x.dtype != jnp.float32:
         return jax.nn.gelu(x, approximate=False)
-    return 0.5 * x * (1 + jax.lax.erf(x * 0.5**0.5))  # On TPUs, Pallas has erf, but no erfc.
+    # As in PyTorch. JAX takes erfc in float32, which Pallas for TPUs lacks.
+    return 0.5 * x * (1 + jax.lax.erf(x * 0.5**0.5))
 
 
 def _geglu(gate: Float[Array, "..."], up: Float[Array, "..."]) -> Float[Array, "..."]:

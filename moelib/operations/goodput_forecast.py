@@ -68,7 +68,7 @@ def goodput_table(
     if interval is not None and not 0 < interval < math.inf:
         raise UserError(f"interval={interval}: set a time above 0 s.")
     if not 0 < device_mtbf < math.inf:
-        raise UserError(f"device_mtbf={device_mtbf / 3600:g} h: set a time above 0.")
+        raise UserError(f"device_mtbf={device_mtbf / 3600:g} h: set a finite time above 0.")
     rows = []
     for number in num_devices:
         if number < 1:

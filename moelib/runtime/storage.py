@@ -12,6 +12,7 @@ import io
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from typing import IO, Any
@@ -205,7 +206,7 @@ def atomic_file(path: str | os.PathLike[str], *, binary: bool = False) -> Iterat
     """Opens a temporary file next to `path`, which replaces `path` when the block ends.
 
     The content is synced to disk first; an object is written when the block ends. An error inside
-    the block leaves `path` as it was. Pipes and devices are not replaced, but written to.
+    the block leaves a file as it was. Pipes and devices are not replaced, but written to.
     """
     if is_remote(path):
         content = io.BytesIO()
@@ -214,9 +215,13 @@ def atomic_file(path: str | os.PathLike[str], *, binary: bool = False) -> Iterat
         write_bytes(os.fspath(path), content.getvalue())
         return
     mode, encoding = ("wb", None) if binary else ("w", "utf-8")
-    # Also /dev/stdout, which is a link, to a file if it is redirected.
     if os.path.dirname(path) == "/dev" or (os.path.exists(path) and not os.path.isfile(path)):
-        with writing(path), open(path, mode, encoding=encoding) as file:
+        # Opened by its name, a standard stream would truncate the file that it is redirected to.
+        stream = {"/dev/stdout": sys.stdout, "/dev/stderr": sys.stderr}.get(os.fspath(path))
+        if stream is not None:
+            stream.flush()
+        target = path if stream is None else os.dup(stream.fileno())
+        with writing(path), open(target, mode, encoding=encoding) as file:
             yield file
         return
     temporary = f"{os.fspath(path)}.tmp-{os.getpid()}"

@@ -68,7 +68,7 @@ def test_steps_are_all_or_named(run, tmp_path):
 )
 def test_flags_that_do_not_fit_together_are_refused(flags, message):
     with pytest.raises(UserError, match=message):
-        evaluate_with("--tasks=piqa", *flags)
+        evaluate_with(*([] if "--tasks=" in flags else ["--tasks=piqa"]), *flags)
 
 
 def test_flags_and_function_have_the_same_defaults():

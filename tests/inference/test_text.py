@@ -41,6 +41,8 @@ def test_a_character_that_a_prompt_begins_is_in_the_text(decode):
     prompt, tokens = "3 €".encode()[:-1], "€ und 4".encode()[-7:]
     assert "".join(pieces(tokens, (), prompt, decode)) == "€ und 4"
     assert text_of(tokens, prompt, decode) == "€ und 4"
+    assert "".join(pieces(b"4", (), b"3 \xff", decode)) == "4"  # No part of a character.
+    assert text_of(b"4", b"3 \xff", decode) == "4"
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_the_step_of_experts_over_a_host_compiles(topology, mesh_shape, kernels,
     assert ("mosaic gpu" in libraries) == kernels
 
 
-def test_no_stack_of_weights_is_laid_out_anew_for_the_gathers_of_its_slices(tmp_path):
+def test_no_stack_of_weights_is_copied_for_the_gathers_of_its_slices(tmp_path):
     """Only slices are transposed, in the loop over layers."""
     cfg = llama.named_trainer_configs()["llama-3.1-8b"]()
     cfg.set(mesh_shape=mesh_shape_from_axes(fsdp=4), train_dtype="bfloat16")

@@ -2,6 +2,8 @@
 
 import builtins
 import contextlib
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -132,3 +134,15 @@ def test_local_paths_need_no_package(tmp_path, monkeypatch):
     with storage.open_to_read(path) as file:
         assert file.read() == "x"
     assert storage.list_names(str(tmp_path)) == ["folder"]
+
+
+def test_a_standard_stream_that_is_redirected_keeps_what_its_file_has(tmp_path):
+    path = tmp_path / "out"
+    path.write_text("kept\n")
+    code = (
+        "from moelib.runtime.storage import write_json\n"
+        "print('before'); write_json('/dev/stdout', {'x': 1}); print('after')"
+    )
+    with path.open("a") as file:
+        subprocess.run([sys.executable, "-c", code], stdout=file, check=True)
+    assert path.read_text() == 'kept\nbefore\n{\n  "x": 1\n}\nafter\n'

@@ -62,7 +62,7 @@ class Saved:
         return list(zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True))
 
 
-# Shapes are the same for all backends, of which CPUs run few; the default is traced with each.
+# Shapes are the same for all backends, of which CPUs run few; a default is traced in each form.
 _ONE_BACKEND = dict.fromkeys(BACKENDS) | dict.fromkeys(("flash_attention", "gmm"), "xla")
 
 Measure = Callable[[Any, Any], Saved]  # Bytes per token of an array, from both traces.

@@ -127,7 +127,7 @@ def candidates(
     wanted = None if mesh is None else _wanted(cfg, work, topology, mesh, split)
     check, remats = _mesh_check(work, rules), [*_remats(cfg, work)]
     schedules, sequence = functools.cache(functools.partial(_schedules, work)), rules["sequence"]
-    refusals, is_refused = dict[str, None](), True
+    refusals, found_none = dict[str, None](), True
     for each in _meshes(split, topology, wanted):
         most, parts = work.global_batch_size // each.parts(rules["batch"]), each.parts(sequence)
         tokens, num_ranks = most * work.seq_len // parts, each.parts([AXIS])
@@ -139,9 +139,9 @@ def candidates(
                 continue
             for schedule in schedules(num_ranks, most // size):
                 for name in remats:
-                    is_refused = False
+                    found_none = False
                     yield Candidate(topology, each, size, most // size, name, schedule)
-    if is_refused:
+    if found_none:
         raise UserError(
             f"topology {topology.name}: no mesh of its {topology.num_devices} devices"
             f"{' with ' + mesh if mesh else ''} can run the config: "

@@ -22,7 +22,7 @@ from moelib.planning.estimate.candidates import Mesh
 from moelib.planning.hardware.topologies import TORI, TopologyShape, torus_devices
 
 
-@dataclasses.dataclass(slots=True)  # Of which a sweep makes a million: frozen ones take twice.
+@dataclasses.dataclass(slots=True)  # A sweep creates a million; frozen ones take twice as long.
 class Traffic:
     """Bytes that one device sends, and the seconds that takes at the peak rate."""
 

@@ -187,7 +187,7 @@ class Placement:
             * (self._gathered_decoder + self._trained_decoder / work.block_size)
             / pipeline.rows
             + unrouted,
-            "dispatch": routed,
+            "dispatch": routed + tokens * self._adapted,
             "logits": self._logits(tokens),
             # Received, and in the order of the layers.
             "exchanged gradients": 2 * pipeline.filled * stages.gradients,
@@ -210,6 +210,11 @@ class Placement:
         return self._per_token(Saved(block.split, block.whole)), self._per_token(
             Saved(routed=block.routed)
         )
+
+    @functools.cached_property
+    def _adapted(self) -> float:
+        """Bytes per token of products with adapters of a layer's experts, until they are added."""
+        return self._per_token(Saved(routed=self.work.adapted_bytes))
 
     def is_of_stage(self, leaf: Leaf) -> bool:
         """Returns whether a parameter belongs to the stages of a pipeline."""

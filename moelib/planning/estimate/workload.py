@@ -140,9 +140,8 @@ class Workload:
 
     @functools.cached_property
     def block(self) -> Saved:
-        """Activations of a block without remat, if all layers save as much."""
-        saved = self.saved[NONE].times(self.block_size / self.num_layers)
-        return saved + Saved(routed=self.adapted_bytes)
+        """Saved activations of a block without remat, if all layers save as much."""
+        return self.saved[NONE].times(self.block_size / self.num_layers)
 
     @property
     def num_inner_experts(self) -> int:

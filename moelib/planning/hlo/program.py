@@ -2,12 +2,12 @@
 
 Executions are counted from the entry downwards. The body of a loop runs as often as the loop's
 known trip count; without one, n times if its condition is i < n for a carried i and a constant n,
-or n / c times if it adds a constant c to i; otherwise it counts once, and
-`Program.loops_of_unknown_length` names it. The rounds of a dispatch
-beyond the first, which balanced routing does not need, do not count. Of a conditional's
-branches only the costliest by the compiler's estimate counts (among equals, the one with the most
-instructions), unless their shares are known; executions are then fractions. A computation with
-several callers runs the sum of their executions.
+or n / c times if it adds a constant c to i, not in a fusion; otherwise it counts once, and
+`Program.loops_of_unknown_length` names it. The rounds of a dispatch beyond the first, which
+balanced routing does not need, do not count. Of a conditional's branches only the costliest by the
+compiler's estimate counts (among equals, the one with the most instructions), unless their shares
+are known; executions are then fractions. A computation with several callers runs the sum of their
+executions.
 
 A TPU's fusion of an all-reduce and a slice of its result is a reduce-scatter.
 """
@@ -347,8 +347,11 @@ def _increment(body: Computation, index: str) -> int:
     if not index or root.opcode != "tuple":
         return 1
     added = _before_copies(made[root.operands[int(index)]], made)
-    constants = (made[x] for x in added.operands if added.opcode == "add" and x in made)
-    steps = (x.arguments for x in constants if x.opcode == "constant")
+    operands = [_before_copies(made[x], made) for x in added.operands if x in made]
+    carried = [x for x in operands if x.attribute("index") == index]
+    if added.opcode != "add" or not carried:
+        return 1
+    steps = (x.arguments for x in operands if x.opcode == "constant")
     return next((int(step) for step in steps if step.isdecimal() and int(step)), 1)
 
 

@@ -126,16 +126,16 @@ def collective_kind(instruction: Instruction) -> str:
 
 
 def group_of(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
-    """Returns the mesh axes of a collective, and its devices per group.
+    """Returns the mesh axes of a collective and its devices per group.
 
-    Between slices of TPUs they are ("network",) and the number of slices: XLA writes ids of devices
+    Between slices of TPUs, returns ("network",) and the number of slices: XLA writes ids of devices
     for their hosts there, not indices in the mesh.
     """
     if instruction.opcode == "recv":
         found = _FIRST_GROUP.search(instruction.attributes)
         ids = map(int, re.findall(r"\d+", found.group(1) if found else ""))
         # Ids of slices; or of devices, which begin with that of the slice.
-        return ("network",), len({each // 100_000 or each for each in ids})
+        return ("network",), max(len({each // 100_000 or each for each in ids}), 1)
     groups = device_groups(instruction) or [range(math.prod(mesh.values()))]
     return axes_of_groups(groups, mesh), len(groups[0])
 

@@ -86,18 +86,19 @@ def _has_own_batch(step: Step, sizes: list[int]) -> bool:
 def _is_state(step: Step, real: list[int]) -> bool:
     """Returns whether sizes above 1 are those of an array of the state, or of its shard.
 
-    Some arrays are stacked along a first dimension of layers, which is not split, and computed with
-    slice by slice. Gathers give the pieces of a dimension one of their own.
+    Some arrays are stacked along a first dimension of layers, which is not split; layers compute
+    with a slice. A gathered dimension is two at first: the shards, and the elements of each.
     """
-    pairs = ((real[:i], real[i : i + 2], real[i + 2 :]) for i in range(len(real) - 1))
-    forms = [real, *([*left, math.prod(pair), *right] for left, pair, right in pairs)]
+    pairs = ((real[:i], real[i : i + 2], real[i + 2 :]) for i in range(1, len(real) - 1))
+    slices = [real, *([*left, math.prod(pair), *right] for left, pair, right in pairs)]
     for each in step.facts.state:
         whole = [size for size in each.shape if size > 1]
         is_stacked = each.axes[:1] == ("layers",) and each.shape[0] > 1
-        parts = [whole[1:]] if is_stacked else []
-        if not is_stacked or each.shape[0] == real[0]:
-            parts.append(whole)
-        if any(is_shard(form, part, step.facts.mesh) for form in forms for part in parts):
+        if is_stacked and any(is_shard(x, whole[1:], step.facts.mesh) for x in slices):
+            return True
+        if is_stacked and each.shape[0] != real[0]:
+            continue
+        if is_shard(real, whole, step.facts.mesh):
             return True
     return False
 

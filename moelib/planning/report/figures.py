@@ -123,13 +123,13 @@ def read_columns(path: str) -> list[Column]:
     try:
         with open(path, encoding="utf-8") as file:
             values = parse_json(file.read())
-        plans = [
-            each for each in (values, *values.values()) if isinstance(each, dict)
-        ]  # Of phases.
-        reports = [each for plan in plans for each in plan.get("compiled", ())] or [values]
-        if all("figures" in each for each in reports):
-            columns = [Column(each["name"], each["figures"]) for each in reports]
-        else:
+        plans = {"": values} | {k: x for k, x in values.items() if isinstance(x, dict)}
+        columns = [
+            Column(", ".join(filter(None, (each["name"], phase))), each["figures"])
+            for phase, plan in plans.items()
+            for each in plan.get("compiled") or ([plan] if "figures" in plan else ())
+        ]
+        if not columns:
             columns = [Column(values.pop("name", os.path.basename(path)), values)]
             if "aim" in values:
                 columns.append(Column("aim", values.pop("aim")))

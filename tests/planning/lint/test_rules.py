@@ -68,6 +68,7 @@ KERNEL = (
 STACKED = StateArray("w", (16, 1024, 4096), ("layers", "embed", "ffn"), MIB, True, True)
 OF_LAYERS = StateArray("w", (3, 16, 1024, 4096), ("layers", "experts", "expert_ffn", "embed"), MIB,
     True, True)  # fmt: skip
+TABLE = StateArray("t", (16 * 2048, 1024), ("vocab", "embed"), MIB, True, True)
 LAYERS = StateArray("model/w", (4, 2048, 8, 4, 128), (
     "layers", "embed", None, "kv_heads", "head_dim"), MIB, True, True)  # fmt: skip
 FOUR = {"batch_size": 4, "seq_len": 4096, "platform": "cpu"} | _state(LAYERS)
@@ -111,6 +112,8 @@ FOUR = {"batch_size": 4, "seq_len": 4096, "platform": "cpu"} | _state(LAYERS)
         ("%x = bf16[16,1024,4096]{2,1,0} add(%a, %a)", _state(OF_LAYERS), None),
         ("%x = bf16[16,1024,2,2048]{3,2,1,0} add(%a, %a)", _state(OF_LAYERS), None),
         ("%x = bf16[16,2048,4096]{2,1,0} add(%a, %a)", _state(OF_LAYERS), "unsplit activation"),
+        # As many tokens as a table has rows.
+        ("%x = bf16[16,2048,1024]{2,1,0} add(%a, %a)", _state(TABLE), "unsplit activation"),
         # Layers and heads as many as the devices.
         ("%x = bf16[4,1,4096,2048]{3,2,1,0} add(%a, %a)", FOUR, None),  # The residual stream.
         ("%x = f32[1,4,8,128,4096]{4,3,2,1,0} add(%a, %a)", FOUR, None),  # Key heads, transposed.

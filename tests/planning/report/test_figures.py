@@ -20,7 +20,8 @@ def test_a_file_of_reports_or_of_figures_becomes_columns(tmp_path):
         assert read_columns(str(path)) == [("x", report.figures)]
     of_phases = {name: {"rows": [], "compiled": [report.to_json()]} for name in ("first", "long")}
     path.write_text(json.dumps(of_phases))
-    assert read_columns(str(path)) == [("x", report.figures)] * 2
+    columns = [("x, first", report.figures), ("x, long", report.figures)]
+    assert read_columns(str(path)) == columns
     maxtext, aim = read_columns(str(MAXTEXT))
     assert (maxtext.name, aim.name) == ("MaxText", "aim")
     rows = {row[0]: row[1:] for row in figures_table(report, [maxtext, aim]).rows if row}
