@@ -41,7 +41,7 @@ class Limits:
         was_within = self._memory[0] <= limit
         self._maps, self._memory = max(self._maps, (maps, file)), max(self._memory, (memory, file))
         if maps > _CLEAR_MAPS or _resident() > _CLEAR_MEMORY:
-            _free()
+            free_programs()
         if maps > _MAX_MAPS:
             pytest.fail(f"{file}: {maps:,} memory maps, above {_MAX_MAPS:,}.")
         if memory > limit and was_within and jax.config.jax_platforms == "cpu":
@@ -69,7 +69,7 @@ class Limits:
         return f"at most {maps:,} memory maps ({most}), {memory / 2**30:.2f} GiB ({largest})"
 
 
-def _free() -> None:
+def free_programs() -> None:
     """Frees compiled programs, and gives their memory back to the system.
 
     glibc keeps what is freed for later use: of 1.9 GB 1.3 GB are given back only on request.
