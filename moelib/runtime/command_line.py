@@ -41,7 +41,7 @@ _OF_THE_SYSTEM = (
 )
 
 
-_ADVICE = {  # In place of the ends of absl's errors.
+_ADVICE = {  # Instead of the ends of absl's errors.
     "invalid literal .*": "write an integer.",
     "could not convert .*": "write a number.",
     "already defined as .*": "it is set twice; separate its values by commas.",

@@ -53,7 +53,7 @@ ROW, STACK, INDEX = 4 * 1024, 4 * 16 * 1024, 4
         ("f32[16,1024]{1,0:S(7)} negate(%stack)", 2 * STACK),  # In memory that GPUs share.
         ("(f32[1,1024]{1,0}, f32[16,1024]{1,0:S(1)}) all-gather-start(%row), dimensions={0}", ROW),
         ('f32[16,1024]{1,0} custom-call(), custom_call_target="AllocateBuffer"', 0),
-        # What a start calls reads and writes; a send returns its operand.
+        # The computation of a start reads and writes; a send returns its operand.
         (CALLED, 2 * STACK),
         ("(f32[16,1024]{1,0}, u32[]{:S(2)}, token[]) send(%stack, %token)", STACK),
         # A matmul of cuBLAS, without an estimate of its own.
